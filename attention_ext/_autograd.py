@@ -1,0 +1,87 @@
+"""The gradient of attention: one autograd.Function over the operators sdpa_forward and sdpa_backward."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Attention", "attend", "expand_leading"]
+
+_WORKSPACE_BYTES = 134217728
+
+
+class Attention(torch.autograd.Function):
+    """sdpa_forward with a gradient. Leading dims of query, key and value are equal here; the heads may be grouped."""
+
+    @staticmethod
+    def forward(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        seed: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+        allow_tf32: bool,
+        deterministic: bool,
+        workspace_bytes: int,
+        kernel: str,
+    ) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.attention_ext.sdpa_forward.default(
+                query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+                allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel=kernel,
+            )  # fmt: skip
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        query, key, value, attn_mask, seed, *ctx.options = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(query, key, value, attn_mask, *output, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
+        dropout_p, is_causal, scale, enable_gqa, allow_tf32, deterministic, workspace_bytes, kernel = ctx.options
+        if grad_out is None and grad_lse is None:
+            return (None,) * 13
+        grads = torch.ops.attention_ext.sdpa_backward.default(
+            torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, attn_mask, out, lse,
+            seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
+            deterministic=deterministic, mask_grad=ctx.needs_input_grad[3], workspace_bytes=workspace_bytes, kernel=kernel,
+        )  # fmt: skip
+        wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        return (*wanted, *(None,) * 9)
+
+
+def expand_leading(query: Tensor, key: Tensor, value: Tensor, scores: list[int], enable_gqa: bool) -> tuple[Tensor, ...]:
+    """Views of the operands with the leading dims of the scores (..., Hq, L, S); grouped heads stay as they are."""
+    tail = 3 if enable_gqa else 2
+    leading = scores[: len(scores) - tail]
+    return tuple(t if list(t.shape[:-tail]) == leading else t.expand(*leading, *t.shape[-tail:]) for t in (query, key, value))
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    scores: list[int],
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) through this package's kernels; draws the seed of dropout on the device and reads PyTorch's flags."""
+    seed = None
+    if dropout_p > 0.0:
+        seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+    query, key, value = expand_leading(query, key, value, scores, enable_gqa)
+    out, lse = Attention.apply(
+        query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa,
+        torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto",
+    )  # fmt: skip
+    return out, lse

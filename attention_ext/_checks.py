@@ -1,0 +1,150 @@
+"""What the operators accept: every refusal names the argument, what was expected and what came.
+
+Sizes are compared through torch._check, so that symbolic shapes stay symbolic; all refusals are RuntimeError, as PyTorch's
+own operator raises, and the fake kernels call the same functions.
+"""
+
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ._libraries import check_cuda_library
+
+__all__ = ["attention_shape", "check_attention", "check_seed", "check_shape", "refuse", "surely"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _message(argument: str, expected: str, got: str) -> str:
+    return f"attention_ext: {argument}: expected {expected}, got {got}"
+
+
+def surely(condition: bool | torch.SymBool) -> bool:
+    """A comparison of sizes or strides; False for a symbolic one that cannot be decided without a guard."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy: 0.3 s that eager calls never need
+
+    decided: bool = guard_or_false(condition)
+    return decided
+
+
+def refuse(argument: str, expected: str, got: object) -> NoReturn:
+    raise RuntimeError(_message(argument, expected, str(got)))
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"shape ({', '.join(str(size) for size in tensor.shape)})"
+
+
+def _check_operand(name: str, tensor: Tensor | None, query: Tensor, min_rank: int) -> None:
+    if tensor is None:
+        refuse(name, "a tensor", None)
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        refuse(name, "a dense (strided) tensor", "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}")
+    if tensor.dtype not in _DTYPES:
+        refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype)
+    if tensor.dtype != query.dtype:
+        refuse(name, f"the query's dtype {query.dtype}", tensor.dtype)
+    if tensor.device != query.device:
+        refuse(name, f"the query's device {query.device}", tensor.device)
+    if tensor.dim() < min_rank:
+        gqa = " with enable_gqa" if min_rank == 3 else ""
+        refuse(name, f"rank {min_rank} or more{gqa}", f"{_shape(tensor)} of rank {tensor.dim()}")
+
+
+def _check_heads(name: str, tensor: Tensor, query: Tensor) -> None:
+    heads, q_heads = tensor.size(-3), query.size(-3)
+    torch._check(heads != 0, lambda: _message(name, "at least one head with enable_gqa", "0 heads"))
+    torch._check(
+        q_heads % heads == 0,
+        lambda: _message(name, f"a head count that divides the query's {q_heads}", f"{heads} heads"),
+    )
+
+
+def _same(left: torch.Size, right: torch.Size) -> bool:
+    return len(left) == len(right) and all(surely(x == y) for x, y in zip(left, right, strict=True))
+
+
+def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> list[int]:
+    """(..., Hq, L, S): the shape of the scores, with the leading dims of the three operands broadcast."""
+    tail = 3 if enable_gqa else 2
+    shape = query.shape
+    leading, k_leading, v_leading = shape[:-tail], key.shape[:-tail], value.shape[:-tail]
+    if not (_same(leading, k_leading) and _same(leading, v_leading)):
+        for name, tensor, other in (("key", key, k_leading), ("value", value, v_leading)):
+            try:
+                leading = torch.broadcast_shapes(leading, other)
+            except (RuntimeError, ValueError):
+                refuse(name, f"leading dimensions that broadcast with the query's {_shape(query)}", _shape(tensor))
+    return [*leading, *shape[-tail:-1], key.size(-2)]
+
+
+def _check_mask(mask: Tensor, query: Tensor, scores: list[int], is_causal: bool) -> None:
+    if is_causal:
+        refuse("attn_mask", "None together with is_causal=True", f"a mask of {_shape(mask)}")
+    if mask.is_nested or mask.layout is not torch.strided:
+        refuse("attn_mask", "a dense (strided) tensor", "a nested tensor" if mask.is_nested else f"layout {mask.layout}")
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        refuse("attn_mask", f"dtype bool, float32 or the query's {query.dtype}", mask.dtype)
+    if mask.device != query.device:
+        refuse("attn_mask", f"the query's device {query.device}", mask.device)
+    want = f"a shape of rank 2 or more that broadcasts to ({', '.join(str(size) for size in scores)})"
+    if not 2 <= mask.dim() <= len(scores):
+        refuse("attn_mask", want, _shape(mask))
+    for size, target in zip(reversed(mask.shape), reversed(scores), strict=False):
+        if not surely(size == 1):
+            torch._check(size == target, lambda: _message("attn_mask", want, _shape(mask)))
+
+
+def check_seed(query: Tensor, seed: Tensor | None, dropout_p: float) -> None:
+    """The seed of sdpa_forward and sdpa_backward: a 1-element int64 tensor on the query's device wherever dropout is on."""
+    if dropout_p > 0.0 and seed is None:
+        refuse("seed", f"a 1-element int64 tensor for dropout_p = {dropout_p}", None)
+    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != query.device):
+        refuse("seed", f"a 1-element int64 tensor on {query.device}", f"{seed.dtype}, {_shape(seed)} on {seed.device}")
+
+
+def check_shape(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Refuses a tensor that is not of just this shape, dtype and device."""
+    want = f"shape ({', '.join(str(size) for size in shape)}), {dtype} on {device}"
+    same = tensor.dim() == len(shape) and tensor.dtype == dtype and tensor.device == device
+    if not same:
+        refuse(name, want, f"{_shape(tensor)}, {tensor.dtype} on {tensor.device}")
+    for size, target in zip(tensor.shape, shape, strict=True):
+        if not surely(size == target):
+            torch._check(size == target, lambda: _message(name, want, _shape(tensor)))
+
+
+def check_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    enable_gqa: bool,
+) -> list[int]:
+    """Refuses what scaled dot-product attention is not defined for; returns the shape of the scores (..., Hq, L, S)."""
+    min_rank = 3 if enable_gqa else 2
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        _check_operand(name, tensor, query, min_rank)
+    check_cuda_library(query.device)
+    torch._check(
+        key.size(-1) == query.size(-1),
+        lambda: _message("key", f"the query's head dim E = {query.size(-1)} as its last size", _shape(key)),
+    )
+    torch._check(
+        value.size(-2) == key.size(-2),
+        lambda: _message("value", f"the key's length S = {key.size(-2)} as its second to last size", _shape(value)),
+    )
+    if enable_gqa:
+        _check_heads("key", key, query)
+        _check_heads("value", value, query)
+    scores = attention_shape(query, key, value, enable_gqa)
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, scores, is_causal)
+    if not 0.0 <= dropout_p <= 1.0:
+        refuse("dropout_p", "a probability in [0, 1]", dropout_p)
+    return scores

@@ -1,0 +1,55 @@
+"""How a figure is taken: synchronised timing, and errors against float64 on a sample of heads."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["errors", "float64_attention", "sample_heads", "time_ms"]
+
+
+def time_ms(call: Callable[[], object], device: torch.device, repeat: int, progress: Callable[[int], None] | None = None) -> float:
+    """The median of `repeat` calls in milliseconds, after two warm-up calls; on CUDA between events on the current stream."""
+    times = []
+    for i in range(-2, repeat):
+        if device.type == "cuda":
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            stop.record()
+            stop.synchronize()
+            elapsed = start.elapsed_time(stop)
+        else:
+            begin = time.perf_counter()
+            call()
+            elapsed = 1e3 * (time.perf_counter() - begin)
+        if i >= 0:
+            times.append(elapsed)
+        if progress is not None:
+            progress(i + 3)
+    return float(statistics.median(times))
+
+
+def sample_heads(batch: int, heads: int, count: int = 4) -> list[tuple[int, int]]:
+    """Up to `count` (batch, head) pairs spread over a problem, the first and the last among them."""
+    total = batch * heads
+    picks = sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(min(count, total))})
+    return [divmod(pick, heads) for pick in picks]
+
+
+def float64_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
+    """softmax(scale * Q K^T) V of one head, (L, E), (S, E), (S, Ev), in float64 on the CPU."""
+    q, k, v = (t.detach().cpu().double() for t in (query, key, value))
+    x = (q @ k.mT) * (scale if scale is not None else q.size(-1) ** -0.5)
+    if is_causal:
+        x = x.masked_fill(torch.ones(x.shape, dtype=torch.bool).triu(1), -math.inf)
+    return torch.softmax(x, -1) @ v
+
+
+def errors(out: Tensor, reference: Tensor) -> tuple[float, float]:
+    """(largest absolute difference, relative Frobenius norm of the difference) against a float64 reference."""
+    difference = out.detach().cpu().double() - reference
+    return float(difference.abs().max()), float(difference.norm() / reference.norm())

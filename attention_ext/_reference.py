@@ -1,0 +1,201 @@
+"""sdpa_forward and sdpa_backward on the CPU: the readable statement of what every kernel computes.
+
+    x = scale * Q K^T + mask        P = softmax(x)        O = dropout(P) V        lse = log(sum(exp(x)))
+
+Rows are worked off in blocks, so that memory is linear in L; half precision is computed in float32. The query heads of one
+key head are laid side by side as rows of one product, so that K and V are never repeated.
+"""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ._checks import surely
+
+__all__ = ["backward", "forward", "keep_mask", "like_order", "output_like"]
+
+_M32 = 0xFFFFFFFF
+
+
+def like_order(like: Tensor, shape: list[int]) -> Tensor:
+    """Empty (..., H, L, E), in memory as (..., L, H, E) if `like` lies so, else contiguous: the layout rule of all outputs."""
+    if like.dim() >= 3 and surely(like.stride(-3) < like.stride(-2)):
+        *leading, heads, length, width = shape
+        return like.new_empty([*leading, length, heads, width]).transpose(-3, -2)
+    return like.new_empty(shape)
+
+
+def output_like(query: Tensor, value: Tensor, scores: list[int]) -> tuple[Tensor, Tensor]:
+    """The empty output (..., Hq, L, Ev) and log-sum-exp (..., Hq, L) of a problem whose scores are (..., Hq, L, S)."""
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return like_order(query, [*scores[:-1], value.size(-1)]), query.new_empty(scores[:-1], dtype=lse_dtype)
+
+
+def _philox(seed: int, counter: list[Tensor]) -> list[Tensor]:
+    """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit words for each counter of four, in int64 tensors."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & _M32, (seed >> 32) & _M32
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps beyond 63 bits, which leaves both halves right
+        c0, c1, c2, c3 = ((p1 >> 32) & _M32) ^ c1 ^ k0, p1 & _M32, ((p0 >> 32) & _M32) ^ c3 ^ k1, p0 & _M32
+        k0, k1 = (k0 + 0x9E3779B9) & _M32, (k1 + 0xBB67AE85) & _M32
+    return [c0, c1, c2, c3]
+
+
+def keep_mask(seed: int, dropout_p: float, batches: int, rows: range, keys: int) -> Tensor:
+    """bool (batches, len(rows), keys): which weights dropout keeps. The same rule as the CUDA kernels'.
+
+    Weight (n, i, j) takes word j % 4 of the counter (j // 4, i, n mod 2^32, n div 2^32); it is kept if that word is at
+    least dropout_p * 2^32. n counts the leading dims and query heads in row-major order.
+    """
+    n = torch.arange(batches).view(-1, 1, 1)
+    i = torch.arange(rows.start, rows.stop).view(1, -1, 1)
+    group = torch.arange((keys + 3) // 4).view(1, 1, -1)
+    words = _philox(seed, list(torch.broadcast_tensors(group, i, n & _M32, n >> 32)))
+    return torch.stack(words, -1).flatten(-2)[..., :keys] >= int(dropout_p * 2**32)
+
+
+class _Blocks:
+    """One problem, seen as rows of (Hk, G * rows) beside keys of (Hk, S), in blocks of query rows."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        seed: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None,
+        scores: list[int],
+        workspace_bytes: int,
+    ) -> None:
+        self.acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+        *leading, self.L, self.S = scores
+        self.leading = leading
+        tail = 1 if leading else 0  # rank 2 has no head dim
+        batch = leading[: len(leading) - tail]
+        self.query = query.expand(*leading, *query.shape[-2:]).to(self.acc)
+        self.key = key.expand(*batch, *key.shape[key.dim() - 2 - tail :]).to(self.acc)
+        self.value = value.expand(*batch, *value.shape[value.dim() - 2 - tail :]).to(self.acc)
+        self.mask, self.dropout_p, self.is_causal = mask, dropout_p, is_causal
+        self.seed = int(seed) if seed is not None and dropout_p > 0.0 else 0
+        width = query.size(-1)
+        self.scale = scale if scale is not None else (1.0 / math.sqrt(width) if width else 1.0)
+        self.batches = math.prod(leading)
+        per_row = max(1, self.batches * self.S) * self.key.element_size()
+        self.step = max(1, min(self.L, workspace_bytes // per_row))
+
+    def __iter__(self) -> Iterator[range]:
+        for start in range(0, self.L, self.step):
+            yield range(start, min(start + self.step, self.L))
+
+    def product(self, rows: Tensor, matrix: Tensor) -> Tensor:
+        """(..., Hq, R, X) @ (..., Hk, X, Y) -> (..., Hq, R, Y)."""
+        if rows.shape[:-2] == matrix.shape[:-2]:
+            return rows @ matrix
+        grouped = rows.reshape(*matrix.shape[:-2], -1, rows.size(-1))  # (..., Hk, G * R, X)
+        return (grouped @ matrix).reshape(*rows.shape[:-1], matrix.size(-1))
+
+    def product_over_rows(self, left: Tensor, right: Tensor, like: Tensor) -> Tensor:
+        """left^T right, (..., Hq, R, S) and (..., Hq, R, X) -> (..., Hk, S, X), summed over the heads of each group."""
+        groups = like.shape[:-2]
+        left, right = (t.reshape(*groups, t.size(-2) * math.prod(t.shape[:-2]) // max(1, math.prod(groups)), t.size(-1))
+                       for t in (left, right))  # fmt: skip
+        return left.mT @ right
+
+    def scores(self, rows: range) -> Tensor:
+        """x of these rows, (..., Hq, R, S), -inf where a key is not visible."""
+        x = self.product(self.query[..., rows.start : rows.stop, :], self.key.mT) * self.scale
+        if self.is_causal:
+            i = torch.arange(rows.start, rows.stop).view(-1, 1)
+            x = x.masked_fill(torch.arange(self.S) > i, -math.inf)
+        if self.mask is not None:
+            mask = self.mask if self.mask.size(-2) == 1 else self.mask[..., rows.start : rows.stop, :]
+            x = x.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else x + mask.to(self.acc)
+        return x
+
+    def kept(self, rows: range) -> Tensor | None:
+        """What dropout multiplies the weights of these rows by: 0 or 1 / (1 - p)."""
+        if self.dropout_p == 0.0:
+            return None
+        keep = keep_mask(self.seed, self.dropout_p, self.batches, rows, self.S).view(*self.leading, len(rows), self.S)
+        return keep.to(self.acc) * (1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0)
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    scores: list[int],
+    workspace_bytes: int,
+) -> tuple[Tensor, Tensor]:
+    """out (..., Hq, L, Ev) in the query's dtype and lse (..., Hq, L); scores is the shape (..., Hq, L, S)."""
+    out, lse = output_like(query, value, scores)
+    blocks = _Blocks(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    for rows in blocks:
+        x = blocks.scores(rows)
+        top = x.amax(-1, keepdim=True) if blocks.S else x.new_full((*x.shape[:-1], 1), -math.inf)
+        top = top.masked_fill(top == -math.inf, 0.0)
+        weights = torch.exp(x - top)
+        total = weights.sum(-1, keepdim=True)
+        kept = blocks.kept(rows)
+        weights = weights if kept is None else weights * kept
+        part = blocks.product(weights, blocks.value) / total.masked_fill(total == 0.0, 1.0)
+        out[..., rows.start : rows.stop, :] = part
+        lse[..., rows.start : rows.stop] = (total.log() + top).squeeze(-1)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    lse: Tensor,
+    seed: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    scores: list[int],
+    mask_grad: bool,
+    workspace_bytes: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and (if mask_grad) mask, with P recomputed from lse block by block."""
+    blocks = _Blocks(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    acc = blocks.acc
+    d_query = like_order(query, list(query.shape))
+    d_key, d_value = (torch.zeros_like(t, dtype=acc, memory_format=torch.contiguous_format) for t in (key, value))
+    with_mask = mask is not None and mask_grad
+    d_mask = torch.zeros(mask.shape, dtype=acc) if mask is not None and with_mask else query.new_empty(0)
+    visible_lse = lse.masked_fill(lse == -math.inf, 0.0)
+    for rows in blocks:
+        part = slice(rows.start, rows.stop)
+        g = grad_out[..., part, :].to(acc)
+        weights = torch.exp(blocks.scores(rows) - visible_lse[..., part, None])
+        kept = blocks.kept(rows)
+        d_weights = blocks.product(g, blocks.value.mT)
+        d_weights = d_weights if kept is None else d_weights * kept
+        delta = (weights * d_weights).sum(-1, keepdim=True)  # a row of softmax' * d_weights; not from out, which was rounded
+        if grad_lse is not None:
+            delta = delta - grad_lse[..., part, None]
+        d_scores = weights * (d_weights - delta)
+        d_query[..., part, :] = blocks.product(d_scores, blocks.key) * blocks.scale
+        d_key += blocks.product_over_rows(d_scores, blocks.query[..., part, :], key) * blocks.scale
+        d_value += blocks.product_over_rows(weights if kept is None else weights * kept, g, value)
+        if mask is not None and with_mask:
+            target = d_mask if mask.size(-2) == 1 else d_mask[..., part, :]
+            target += d_scores.sum_to_size(target.shape)
+    empty_key, empty_value = like_order(key, list(key.shape)), like_order(value, list(value.shape))
+    grad_mask = like_order(mask, list(mask.shape)).copy_(d_mask) if mask is not None and with_mask else d_mask
+    return d_query, empty_key.copy_(d_key), empty_value.copy_(d_value), grad_mask

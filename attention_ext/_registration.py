@@ -1,0 +1,183 @@
+"""Registers everything about the operators that is not a kernel: router, fake kernels, CPU path, autograd, autocast, vmap."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _reference, _routing
+from ._autograd import Attention, expand_leading
+from ._checks import check_attention, check_seed, check_shape, refuse
+
+__all__: list[str] = []
+
+_LIBRARY = torch.library.Library("attention_ext", "IMPL")  # for as long as the process lives
+_SDPA = torch.ops.attention_ext.sdpa.default
+_FORWARD = torch.ops.attention_ext.sdpa_forward.default
+_AUTOCAST = {
+    "cpu": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU),
+    "cuda": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA),
+}
+
+
+def _forward_cpu(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
+    is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
+    workspace_bytes: int = 134217728, kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    check_seed(query, seed, dropout_p)
+    if kernel not in ("auto", "reference"):
+        refuse("kernel", "'auto' or 'reference' for CPU tensors", repr(kernel))
+    query, key, value = expand_leading(query, key, value, scores, enable_gqa)
+    return _reference.forward(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+
+
+def _forward_fake(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
+    is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
+    workspace_bytes: int = 134217728, kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    check_seed(query, seed, dropout_p)
+    return _reference.output_like(query, value, scores)
+
+
+def _check_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool, mask_grad: bool,
+) -> list[int]:  # fmt: skip
+    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    check_seed(query, seed, dropout_p)
+    tail = 3 if enable_gqa else 2
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_shape(name, tensor, [*scores[: len(scores) - tail], *tensor.shape[-tail:]], query.dtype, query.device)
+    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+    check_shape("grad_out", grad_out, [*scores[:-1], value.size(-1)], query.dtype, query.device)
+    check_shape("out", out, [*scores[:-1], value.size(-1)], query.dtype, query.device)
+    check_shape("lse", lse, scores[:-1], lse_dtype, query.device)
+    if grad_lse is not None:
+        check_shape("grad_lse", grad_lse, scores[:-1], lse_dtype, query.device)
+    if mask_grad and (attn_mask is None or attn_mask.dtype == torch.bool):
+        refuse("mask_grad", "False where attn_mask is None or of dtype bool", True)
+    return scores
+
+
+def _backward_cpu(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *, scale: float | None = None,
+    enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False, mask_grad: bool = False,
+    workspace_bytes: int = 134217728, kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    scores = _check_backward(
+        grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad
+    )
+    return _reference.backward(
+        grad_out, grad_lse, query, key, value, attn_mask, lse, seed, dropout_p, is_causal, scale, scores, mask_grad,
+        workspace_bytes,
+    )  # fmt: skip
+
+
+def _backward_fake(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *, scale: float | None = None,
+    enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False, mask_grad: bool = False,
+    workspace_bytes: int = 134217728, kernel: str = "auto",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    _check_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad)
+    grads = [_reference.like_order(t, list(t.shape)) for t in (query, key, value)]
+    with_mask = attn_mask is not None and mask_grad
+    grad_mask = _reference.like_order(attn_mask, list(attn_mask.shape)) if attn_mask is not None and with_mask else None
+    return grads[0], grads[1], grads[2], query.new_empty(0) if grad_mask is None else grad_mask
+
+
+def _forward_autograd(
+    keyset: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
+    is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
+    workspace_bytes: int = 134217728, kernel: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+        query, key, value = expand_leading(query, key, value, scores, enable_gqa)
+        out, lse = Attention.apply(
+            query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, allow_tf32,
+            torch.are_deterministic_algorithms_enabled(), workspace_bytes, kernel,
+        )  # fmt: skip
+        return out, lse
+    out, lse = _FORWARD.redispatch(
+        keyset & torch._C._after_autograd_keyset, query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale,
+        enable_gqa=enable_gqa, allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel=kernel,
+    )  # fmt: skip
+    return out, lse
+
+
+def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
+    raise RuntimeError(
+        "attention_ext: double backward through sdpa is not supported; use torch.nn.functional.scaled_dot_product_attention "
+        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+    )
+
+
+def _autocast(device_type: str) -> Any:
+    """sdpa inside an autocast region: operands in the region's dtype, as PyTorch's; a float32 mask keeps its precision."""
+
+    def cast(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+        *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def lower(t: Tensor) -> Tensor:
+            castable = t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device_type
+            return t.to(dtype) if castable else t
+
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST[device_type]):
+            mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.float32 else lower(attn_mask)
+            out: Tensor = _SDPA(
+                lower(query), lower(key), lower(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        return out
+
+    return cast
+
+
+def _vmap(
+    info: Any, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> tuple[Tensor, int]:  # fmt: skip
+    """The mapped dim becomes the first leading dim; operands of lower rank get 1s behind it, so that the others still align."""
+    tensors, dims = (query, key, value, attn_mask), (*in_dims, None)[:4]  # in_dims leaves out a mask that was not given
+    if dropout_p > 0.0 and info.randomness == "error":
+        raise RuntimeError("attention_ext: dropout_p: expected 0 under vmap with randomness='error', got a positive probability")
+    if dropout_p > 0.0 and info.randomness == "same":
+        raise RuntimeError("attention_ext: dropout_p: vmap with randomness='same' is not supported")
+    rank = max(t.dim() - (d is not None) for t, d in zip(tensors, dims, strict=True) if t is not None)
+    rank = max(rank, 3 if enable_gqa else 2)
+
+    def align(t: Tensor | None, dim: int | None) -> Tensor | None:
+        if t is None or dim is None:
+            return t
+        t = t.movedim(dim, 0)
+        return t.reshape(t.size(0), *(1,) * (rank - t.dim() + 1), *t.shape[1:])
+
+    q, k, v, mask = (align(t, d) for t, d in zip(tensors, dims, strict=True))
+    if all(d is None for d in dims[:3]):  # the mask alone is mapped, and must not have more dims than the scores
+        q = query.expand(info.batch_size, *(1,) * (rank - query.dim()), *query.shape)
+    out: Tensor = _SDPA(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    return out, 0
+
+
+_LIBRARY.impl("sdpa", _routing.sdpa, "CompositeImplicitAutograd")
+_LIBRARY.impl("sdpa", _autocast("cpu"), "AutocastCPU")
+_LIBRARY.impl("sdpa", _autocast("cuda"), "AutocastCUDA")
+torch.library.register_vmap("attention_ext::sdpa", _vmap, lib=_LIBRARY)
+_LIBRARY.impl("sdpa_forward", _forward_cpu, "CPU")
+_LIBRARY.impl("sdpa_forward", _forward_autograd, "Autograd", with_keyset=True)
+torch.library.register_fake("attention_ext::sdpa_forward", _forward_fake, lib=_LIBRARY)
+_LIBRARY.impl("sdpa_backward", _backward_cpu, "CPU")
+torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=_LIBRARY)
+torch.library.register_autograd("attention_ext::sdpa_backward", _refuse_double_backward, lib=_LIBRARY)

@@ -1,0 +1,121 @@
+"""The public functions."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import _routing
+from ._checks import check_attention
+
+__all__ = ["Explanation", "explain", "preferred", "sdpa"]
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Scaled dot-product attention, softmax(scale * Q K^T + mask) V: torch.ops.attention_ext.sdpa.
+
+    The schema and the semantics are those of torch.nn.functional.scaled_dot_product_attention, the same on every device.
+
+    Args:
+        query: (..., Hq, L, E), float16, bfloat16, float32 or float64, any strides. Rank 2 is (L, E).
+        key: (..., Hk, S, E), of the query's dtype and device. Leading dims of the operands broadcast.
+        value: (..., Hk, S, Ev). Ev may differ from E.
+        attn_mask: broadcasts to (..., Hq, L, S), rank 2 or more. bool: True takes part. float32 or the query's dtype: added to
+            the scaled scores. It may require grad. Not together with is_causal.
+        dropout_p: probability in [0, 1] that a weight is zeroed (after the softmax; the others are scaled by 1 / (1 - p)). It is
+            always applied: pass 0.0 in evaluation. 0 consumes no random numbers.
+        is_causal: query i sees keys 0 to i (top-left alignment, also where L != S).
+        scale: factor of Q K^T, 1 / sqrt(E) by default; may be 0 or negative.
+        enable_gqa: query head h reads key head h // (Hq // Hk) and value head h // (Hq // Hv); Hk and Hv divide Hq.
+
+    Returns:
+        (..., Hq, L, Ev) in the query's dtype. A row without a visible key is exactly 0 and has zero gradients; S = 0 gives zeros,
+        E = 0 the mean of the visible values. A masked key never counts, but what a non-finite value under a mask does is
+        undefined.
+
+    Raises:
+        RuntimeError: an input that is refused; the message names the argument, what was expected and what came.
+
+    Scores, softmax and sums are computed in float32 (float64 for float64). See Vaswani et al. 2017, "Attention is all you need",
+    section 3.2.1, and PyTorch's documentation of scaled_dot_product_attention. Double backward is refused where this package's own
+    kernels or PyTorch's fused ones run.
+    """
+    out: Tensor = torch.ops.attention_ext.sdpa.default(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What would run for a call of sdpa.
+
+    kernel: "torch" (PyTorch's own operator), "torch_math" (its MATH back end) or the name of one of this package's kernels.
+    reason: why, as a clause. workspace: bytes taken from torch's allocator during the call beside the output, 0 for PyTorch's.
+    preferred: whether the kernel was measured faster than PyTorch's own operator on this kind of card.
+    """
+
+    kernel: str
+    reason: str
+    workspace: int
+    preferred: bool
+
+    def __str__(self) -> str:
+        speed = "measured faster than" if self.preferred else "not measured faster than"
+        return f"{self.kernel}, because {self.reason}; {self.workspace} bytes of workspace; {speed} PyTorch's own operator."
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Explanation:
+    """Which kernel sdpa would run for these arguments, and why. Runs nothing; raises what sdpa would raise."""
+    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    target, reason = _routing.route(query, attn_mask, is_causal, scale)
+    if target != "kernel":
+        return Explanation(target, reason, 0, False)
+    heads = scores[-3] if len(scores) > 2 else 1
+    batch = 1
+    for size in scores[:-3]:
+        batch *= size
+    key_heads = key.size(-3) if enable_gqa else heads
+    sizes = [batch, heads, key_heads, *scores[-2:], query.size(-1), value.size(-1)]
+    mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float"
+    major, minor = torch.cuda.get_device_capability(query.device)
+    return Explanation(
+        *torch.ops.attention_ext.plan.default(
+            sizes, query.element_size(), mask, is_causal, dropout_p > 0.0, 10 * major + minor, 134217728
+        )
+    )
+
+
+def preferred(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> bool:
+    """Whether sdpa was measured faster than PyTorch's own operator for such a call; False where nothing was measured."""
+    return explain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).preferred
