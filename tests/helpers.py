@@ -1,0 +1,123 @@
+"""What the tests share: the operators, inputs, PyTorch's own result, and one comparison of a whole call."""
+
+from __future__ import annotations
+
+import reference
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import attention_ext  # noqa: F401  registers torch.ops.attention_ext
+
+sdpa = torch.ops.attention_ext.sdpa
+sdpa_forward = torch.ops.attention_ext.sdpa_forward
+sdpa_backward = torch.ops.attention_ext.sdpa_backward
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+WRONG = 0.05  # a relative error that is no rounding in any dtype
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    """N(0, 1), the same numbers on every device."""
+    return torch.randn(shape).to(dtype).to(device)
+
+
+def qkv(
+    batch: tuple[int, ...] = (2,),
+    heads: tuple[int, ...] = (3,),
+    L: int = 19,
+    S: int | None = None,
+    E: int = 16,
+    Ev: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query (*batch, Hq, L, E), key (*batch, Hk, S, E), value (*batch, Hv, S, Ev); heads is (Hq,), (Hq, Hk), (Hq, Hk, Hv)."""
+    hq, hk, hv = (*heads, *heads[-1:] * (3 - len(heads))) if heads else ((), (), ())
+    S, Ev = L if S is None else S, E if Ev is None else Ev
+    lead = [(*batch, h) if heads else batch for h in (hq, hk, hv)]
+    shapes = ((*lead[0], L, E), (*lead[1], S, E), (*lead[2], S, Ev))
+    q, k, v = (normal(*shape, dtype=dtype, device=device) for shape in shapes)
+    return q, k, v
+
+
+def leaves(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The same memory as new leaves that require grad (a boolean mask as it is)."""
+    return [t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def run(op, inputs: list[Tensor | None], grad_out: Tensor | None, **options) -> tuple[Tensor, list[Tensor]]:
+    """out and, given grad_out, the gradients of every input that requires one."""
+    out = op(*inputs, **options)
+    wanted = [t for t in inputs if t is not None and t.requires_grad]
+    if grad_out is None or not wanted:
+        return out, []
+    return out, list(torch.autograd.grad(out, wanted, grad_out.to(out.dtype).to(out.device)))
+
+
+def torch_own(inputs: list[Tensor | None], grad_out: Tensor | None, want: Tensor, causal, scale, gqa):
+    """PyTorch's own result: its default, or its math, or the formula in three calls, whichever first is not plainly wrong."""
+
+    def math(*args, **options):
+        with sdpa_kernel(SDPBackend.MATH):
+            return F.scaled_dot_product_attention(*args, **options)
+
+    def formula(q, k, v, mask, *, is_causal, scale, enable_gqa):
+        return reference.attention(q, k, v, mask, is_causal, scale, enable_gqa, dtype=q.dtype, device=q.device)[0]
+
+    for op in (F.scaled_dot_product_attention, math, formula):
+        try:
+            out, grads = run(op, leaves(*inputs), grad_out, is_causal=causal, scale=scale, enable_gqa=gqa)
+        except (RuntimeError, IndexError):
+            continue
+        finite = all(bool(t.isfinite().all()) for t in (out, *grads))
+        if out.shape == want.shape and finite and reference.errors(out, want)[1] < WRONG:
+            return out, grads
+    raise AssertionError("PyTorch has no usable result to compare with")
+
+
+def oracle_with_grads(inputs: list[Tensor | None], grad_out: Tensor | None, causal, scale, gqa):
+    """out, lse and gradients in float64."""
+    doubles = [t.detach().cpu().double() if t is not None and t.is_floating_point() else t for t in inputs]
+    doubles = leaves(*doubles)
+    out, lse = reference.attention(*doubles, causal, scale, gqa)
+    wanted = [t for t in doubles if t is not None and t.requires_grad]
+    if grad_out is None:
+        return out, lse, []
+    return out, lse, list(torch.autograd.grad(out, wanted, grad_out.cpu().double(), materialize_grads=True))
+
+
+def compare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    gqa: bool = False,
+    backward: bool = True,
+    op=sdpa,
+) -> tuple[Tensor, list[Tensor]]:
+    """Runs `op` forward and backward and holds it to the error rule; returns out and the gradients of q, k, v (and mask)."""
+    inputs = [query, key, value, mask]
+    expected = reference.attention(*(None if t is None else t.detach() for t in inputs), causal, scale, gqa)[0]
+    grad_out = normal(*expected.shape, dtype=query.dtype) if backward else None
+    want, _, want_grads = oracle_with_grads(inputs, grad_out, causal, scale, gqa)
+    base, base_grads = torch_own(inputs, grad_out, want, causal, scale, gqa)
+    out, grads = run(op, leaves(*inputs), grad_out, is_causal=causal, scale=scale, enable_gqa=gqa)
+    reference.check_error("out", out, want, base)
+    among = reference.largest(*want_grads)
+    for name, got, right, own in zip(("query", "key", "value", "attn_mask"), grads, want_grads, base_grads, strict=False):
+        reference.check_error(f"gradient of {name}", got, right, own, among, query.dtype)
+    assert len(grads) == len(want_grads), "a gradient is missing"
+    return out.detach(), grads
+
+
+def close(got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
+    """For results without a rounding model of their own: within 16 eps of the dtype, relative to the largest value."""
+    eps = torch.finfo(got.dtype).eps
+    limit = (16 * eps if tolerance is None else tolerance) * max(1.0, reference.largest(want))
+    torch.testing.assert_close(got.detach().cpu().double(), want.detach().cpu().double(), rtol=0.0, atol=limit)

@@ -1,0 +1,62 @@
+"""python -m attention_ext: info for bug reports, run for a first measurement."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+
+SMALL = ["--batch", "1", "--heads", "2", "--length", "32", "--head-dim", "64", "--repeat", "2"]
+
+
+def call(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "attention_ext", *args], capture_output=True, text=True, timeout=120)
+
+
+def test_info() -> None:
+    done = call("info")
+    assert done.returncode == 0, done.stderr
+    for part in (torch.__version__, platform.python_version(), "attention_ext", "csrc", "CUDA device", "CUDA kernels"):
+        assert part in done.stdout, part
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("more", [[], ["--length", "7", "--head-dim", "5"]], ids=str)
+def test_run(more: list[str]) -> None:
+    done = call("run", *SMALL, *more)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.strip()]
+    assert len(lines) >= 3 and any("ms" in line for line in lines), done.stdout
+    assert "torch" in done.stdout.lower() and "nan" not in done.stdout.lower().split(), done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runs batch 1 of the problem")
+@pytest.mark.parametrize(
+    ("args", "shape"),
+    [(["--heads", "1"], "(1, 1, 512, 1024)"), (["--length", "8", "--head-dim", "8"], "(1, 32, 8, 8)")],
+    ids=str,
+)
+def test_default_sizes_are_the_benchmark_problem(args: list[str], shape: str) -> None:
+    done = call("run", "--repeat", "1", *args)
+    assert done.returncode == 0 and shape in done.stdout and "in place of 32" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("args", [["run", "--batch", "x"], ["run", "--lenght", "3"], ["no such command"]], ids=str)
+def test_mistakes(args: list[str]) -> None:
+    done = call(*args)
+    assert done.returncode == 2 and "usage:" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--batch", "--head-dim", "--repeat"])
+def test_sizes_must_be_positive(option: str) -> None:
+    done = call("run", *SMALL, option, "-1")
+    assert done.returncode != 0 and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("args", [["--help"], ["run", "--help"]], ids=str)
+def test_help(args: list[str]) -> None:
+    done = call(*args)
+    assert done.returncode == 0 and "usage:" in done.stdout

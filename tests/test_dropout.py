@@ -1,0 +1,165 @@
+"""Dropout: softmax, then drop, then 1/(1-p); backward draws the same mask; p = 0 draws nothing; seeds reproduce."""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa
+from torch import Tensor
+
+
+def state(device: str) -> Tensor:
+    return torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
+
+
+def with_identity(L: int, S: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """V = I, so the output is the matrix of weights and its zeros are the dropped ones."""
+    q, k, _ = qkv(L=L, S=S, dtype=dtype, device=device)
+    return q, k, torch.eye(S, dtype=dtype, device=device).expand(2, 3, S, S)
+
+
+def test_philox_known_answers() -> None:
+    """Known answers published with the generator (Random123, philox4x32 with 10 rounds)."""
+    ones, pi = 0xFFFFFFFF, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    known = [
+        ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        ((ones,) * 4, (ones, ones), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+        (pi, (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ]
+    for counter, key, want in known:
+        got = reference.philox4x32(tuple(torch.tensor(c) for c in counter), key)
+        assert tuple(int(word) for word in got) == want
+
+
+def test_reference_mask() -> None:
+    keep = reference.dropout_keep_mask(-(2**62) + 12345, 0.25, 3, 50, 70)
+    assert keep.shape == (3, 50, 70) and abs(keep.double().mean().item() - 0.75) < 0.02
+    rows = {tuple(row.tolist()) for row in keep.reshape(-1, 70)}
+    assert len(rows) == 150, "two rows share their random numbers"
+    assert torch.equal(keep[:, :, :9], reference.dropout_keep_mask(-(2**62) + 12345, 0.25, 3, 50, 9))
+    assert reference.dropout_keep_mask(7, 0.0, 1, 2, 9).all() and not reference.dropout_keep_mask(7, 1.0, 1, 2, 9).any()
+
+
+def test_p_zero_draws_no_random_numbers(device: str) -> None:
+    q, k, v = leaves(*qkv(L=4, device=device))
+    before = state(device)
+    run(sdpa, [q, k, v], torch.ones(2, 3, 4, 16), dropout_p=0.0)
+    assert torch.equal(before, state(device))
+    sdpa(q, k, v, None, 0.5)
+    assert not torch.equal(before, state(device))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_seeds_reproduce(device: str, mode: type, dtype: torch.dtype) -> None:
+    q, k, v = leaves(*qkv(L=4, dtype=dtype, device=device))
+    with mode():
+        torch.manual_seed(1)
+        a, b = sdpa(q, k, v, None, 0.5), sdpa(q, k, v, None, 0.5)
+        torch.manual_seed(1)
+        c = sdpa(q, k, v, None, 0.5)
+    assert torch.equal(a, c) and not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_p_one_is_zero(device: str, dtype: torch.dtype) -> None:
+    inputs = leaves(*qkv(L=4, dtype=dtype, device=device))
+    out, grads = run(sdpa, inputs, torch.ones(2, 3, 4, 16), dropout_p=1.0)
+    assert (out == 0).all() and all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan"), float("inf")])
+def test_p_outside_of_0_to_1_is_refused(device: str, p: float) -> None:
+    q, k, v = qkv(L=4, device=device)
+    with pytest.raises(RuntimeError, match=r"^attention_ext: dropout_p: expected .*, got "):
+        sdpa(q, k, v, None, p)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_share_of_dropped_weights(device: str, p: float) -> None:
+    """Within 5 standard deviations; and neither rows, heads nor batches repeat each other."""
+    q, k, v = with_identity(64, 64, torch.float32, device)
+    kept = sdpa(q, k, v, None, p) != 0
+    n = kept.numel()
+    assert abs(kept.double().mean().item() - (1 - p)) < 5 * (p * (1 - p) / n) ** 0.5
+    flat = kept.reshape(6, 64 * 64)
+    assert len({tuple(row.tolist()) for row in flat}) == 6
+    assert len({tuple(row.tolist()) for row in kept.reshape(-1, 64)}) > 0.9 * 6 * 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float"])
+def test_backward_uses_the_mask_of_forward(device: str, dtype: torch.dtype, kind: str) -> None:
+    """The mask is read off the output, and the oracle with that mask must give every gradient."""
+    p, S = 0.4, 23
+    q, k, v = with_identity(19, S, dtype, device)
+    mask = {"bool": torch.rand(19, S, device=device) < 0.8, "float": normal(19, S, dtype=dtype, device=device)}.get(kind)
+    inputs = [*leaves(q, k, v.contiguous()), *leaves(mask)]
+    grad = normal(2, 3, 19, S, dtype=dtype)
+    out, grads = run(sdpa, inputs, grad, dropout_p=p, is_causal=kind == "causal")
+    doubles = leaves(*(t.detach().cpu().double() if t is not None and t.is_floating_point() else t for t in inputs))
+    kept = (out != 0).cpu()
+    want, _ = reference.attention(*doubles, kind == "causal", keep=kept, dropout_p=p)
+    wanted = [t for t in doubles if t is not None and t.requires_grad]
+    want_grads = torch.autograd.grad(want, wanted, grad.double())
+    for a, b in zip((out, *grads), (want, *want_grads), strict=True):
+        close(a, b, 32 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_softmax_before_drop(device: str, dtype: torch.dtype) -> None:
+    """The surviving weights are the full softmax over 1 - p, not renormalised."""
+    q, k, v = with_identity(9, 12, dtype, device)
+    out = sdpa(q, k, v, None, 0.5).double().cpu()
+    weights, _ = reference.attention(q, k, v)
+    kept = out != 0
+    close(out[kept].to(dtype), 2 * weights[kept], 4 * torch.finfo(dtype).eps)
+    assert 0.2 < kept.double().mean() < 0.8
+
+
+def test_grouped_heads_have_masks_of_their_own(device: str) -> None:
+    q, k, _ = qkv(heads=(4, 2), L=16, S=16, device=device)
+    eye = torch.eye(16, device=device).expand(2, 2, 16, 16)
+    kept = sdpa(q, k, eye, None, 0.5, enable_gqa=True) != 0
+    assert len({tuple(head.flatten().tolist()) for head in kept.reshape(8, -1)}) == 8
+
+
+@pytest.mark.parametrize("rank", [2, 3, 5])
+def test_ranks(device: str, rank: int) -> None:
+    batch, heads = {2: ((), ()), 3: ((), (3,)), 5: ((2, 2), (3,))}[rank]
+    inputs = leaves(*qkv(batch, heads, L=9, device=device))
+    out, grads = run(sdpa, inputs, torch.ones(*batch, *heads, 9, 16), dropout_p=0.3)
+    assert out.isfinite().all() and out.dim() == rank and all(g.isfinite().all() and g.any() for g in grads)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_replays_with_new_masks() -> None:
+    q, eye = normal(2, 2, 64, 64, device="cuda"), torch.eye(64, device="cuda").expand(2, 2, 64, 64)
+    sdpa(q, q, eye, None, 0.5)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(q, q, eye, None, 0.5)
+    graph.replay()
+    first = out.clone()
+    graph.replay()
+    assert not torch.equal(first == 0, out == 0)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_backward_uses_the_mask_of_its_forward() -> None:
+    q = normal(2, 2, 64, 64, device="cuda").requires_grad_()
+    v = torch.eye(64, device="cuda").repeat(2, 2, 1, 1).requires_grad_()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(sdpa(q, q, v, None, 0.5).sum(), (q, v))
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(q, q, v, None, 0.5)
+        (grad_v,) = torch.autograd.grad(out.sum(), v)
+    for _ in range(2):
+        graph.replay()
+        close(grad_v, out.detach().sum(-2)[..., None].expand(2, 2, 64, 64), 1e-5)  # with V = I: column sums of the weights
