@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._checks import surely
 
-__all__ = ["backward", "forward", "keep_mask", "like_order", "output_like"]
+__all__ = ["Problem", "backward", "forward", "keep_mask", "like_order", "output_like"]
 
 _M32 = 0xFFFFFFFF
 
@@ -57,7 +57,7 @@ def keep_mask(seed: int, dropout_p: float, batches: int, rows: range, keys: int)
     return torch.stack(words, -1).flatten(-2)[..., :keys] >= int(dropout_p * 2**32)
 
 
-class _Blocks:
+class Problem:
     """One problem, seen as rows of (Hk, G * rows) beside keys of (Hk, S), in blocks of query rows."""
 
     def __init__(
@@ -140,7 +140,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (..., Hq, L, Ev) in the query's dtype and lse (..., Hq, L); scores is the shape (..., Hq, L, S)."""
     out, lse = output_like(query, value, scores)
-    blocks = _Blocks(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
     for rows in blocks:
         x = blocks.scores(rows)
         top = x.amax(-1, keepdim=True) if blocks.S else x.new_full((*x.shape[:-1], 1), -math.inf)
@@ -172,7 +172,7 @@ def backward(
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and (if mask_grad) mask, with P recomputed from lse block by block."""
-    blocks = _Blocks(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
     acc = blocks.acc
     d_query = like_order(query, list(query.shape))
     d_key, d_value = (torch.zeros_like(t, dtype=acc, memory_format=torch.contiguous_format) for t in (key, value))

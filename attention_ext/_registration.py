@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _reference, _routing
+from . import _reference, _routing, _stages
 from ._autograd import Attention, expand_leading
 from ._checks import check_attention, check_seed, check_shape, refuse
 
@@ -100,8 +100,8 @@ def _forward_autograd(
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
+    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)
         out, lse = Attention.apply(
             query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, allow_tf32,
@@ -181,3 +181,4 @@ torch.library.register_fake("attention_ext::sdpa_forward", _forward_fake, lib=_L
 _LIBRARY.impl("sdpa_backward", _backward_cpu, "CPU")
 torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=_LIBRARY)
 torch.library.register_autograd("attention_ext::sdpa_backward", _refuse_double_backward, lib=_LIBRARY)
+_stages.register(_LIBRARY)

@@ -19,7 +19,8 @@ from ._checks import check_attention
 __all__ = ["Route", "route", "sdpa"]
 
 _LOG = logging.getLogger("attention_ext")
-_KERNELS = ()  # device types that sdpa_forward serves in place of PyTorch's operator
+_KERNELS = ("cuda",)  # device types that sdpa_forward serves in place of PyTorch's operator
+_MAX_RANK = 10  # of what the kernels take: eight leading dims, rows, columns
 
 
 class Route(NamedTuple):
@@ -29,7 +30,9 @@ class Route(NamedTuple):
     reason: str
 
 
-def route(query: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None) -> Route:
+def route(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Route:
     """Decides for inputs that check_attention has passed."""
     if forward_ad._current_level >= 0:
         return Route("torch_math", "forward-mode AD is open, which only PyTorch's MATH back end supports")
@@ -37,6 +40,10 @@ def route(query: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float
     if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
         return Route("torch_math", "a torch.func transform is active under vmap, which PyTorch's fused operators only loop over")
     if query.device.type in _KERNELS and not transforms:
+        if enable_gqa and key.size(-3) != value.size(-3):
+            return Route("torch_math", "key and value have different head counts")
+        if max(query.dim(), key.dim(), value.dim()) > _MAX_RANK:
+            return Route("torch_math", f"the kernels take operands of rank {_MAX_RANK} at most")
         return Route("kernel", f"sdpa_forward takes {query.device.type} tensors")
     if scale is not None and math.isnan(scale):
         return Route("torch_math", "PyTorch's fused operators hide a scale that is NaN")
@@ -64,7 +71,7 @@ def sdpa(
 ) -> Tensor:
     """The body of torch.ops.attention_ext.sdpa."""
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    target, reason = route(query, attn_mask, is_causal, scale)
+    target, reason = route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if _LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
         _LOG.info("sdpa on %s %s: %s, because %s", query.device.type, query.dtype, target, reason)
     if target == "torch":

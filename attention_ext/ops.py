@@ -88,7 +88,7 @@ def explain(
 ) -> Explanation:
     """Which kernel sdpa would run for these arguments, and why. Runs nothing; raises what sdpa would raise."""
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    target, reason = _routing.route(query, attn_mask, is_causal, scale)
+    target, reason = _routing.route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if target != "kernel":
         return Explanation(target, reason, 0, False)
     heads = scores[-3] if len(scores) > 2 else 1

@@ -9,7 +9,7 @@
 
 namespace attention_ext {
 
-enum class Kernel { kTorch };
+enum class Kernel { kPipeline };
 
 enum class MaskKind { kNone, kBool, kFloat };
 
@@ -33,6 +33,9 @@ struct Plan {
 };
 
 const char* kernel_name(Kernel kernel);
+
+// The kernel of that name, or false.
+bool kernel_by_name(const std::string& name, Kernel& kernel);
 
 // Throws nothing. Every problem has a plan.
 Plan make_plan(const Problem& problem, int64_t workspace_cap);

@@ -48,6 +48,11 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "Tensor out, Tensor lse, Tensor? seed, float dropout_p, bool is_causal, *, float? scale=None, "
       "bool enable_gqa=False, bool allow_tf32=False, bool deterministic=False, bool mask_grad=False, "
       "int workspace_bytes=134217728, str kernel=\"auto\") -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "qk_scores(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, "
+      "bool enable_gqa=False) -> Tensor");
+  m.def("row_softmax(Tensor scores, *, str dtype=\"float32\") -> (Tensor weights, Tensor row_sum, Tensor lse)");
+  m.def("scores_values(Tensor weights, Tensor row_sum, Tensor value, *, bool enable_gqa=False) -> Tensor");
   m.def("build_info() -> (str, str, int, str)");
   m.def(
       "plan(int[] sizes, int element_size, str mask, bool is_causal, bool dropout, int capability, int "

@@ -1,0 +1,74 @@
+// Batch dims of several operands, broadcast against each other and merged to as few as possible. Pure host code, no
+// torch.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "../params.h"
+
+namespace attention_ext {
+
+// One operand's own batch dims, outermost first, aligned at the innermost; it may have fewer dims than the problem.
+struct BatchOperand {
+  std::vector<int64_t> size;  // per dim 1 (broadcast) or the problem's size; the last one may be the problem's / group
+  std::vector<int64_t> stride;  // elements
+  int64_t group;                // query heads per head of this operand along the last dim, else 1
+  MatrixView* view;             // gets batch_stride and group
+};
+
+// Fills `batch` and the views. Dims of size 1 vanish; a dim merges into the one inside it where every operand steps
+// through the two as through one. The order of dims, and with it the flat batch index, stays. False: more than
+// kMaxBatchDims remain.
+inline bool merge_batch_dims(const std::vector<int64_t>& sizes, const std::vector<BatchOperand>& operands,
+                             BatchDims& batch) {
+  struct MergedDim {
+    int64_t size;
+    bool holds_last;              // the problem's last dim is part of it, so operands' groups apply
+    std::vector<int64_t> stride;  // per operand
+  };
+  const auto stride_of = [&](const BatchOperand& operand, size_t dim) -> int64_t {
+    const size_t missing = sizes.size() - operand.size.size();
+    return dim < missing || operand.size[dim - missing] == 1 ? 0 : operand.stride[dim - missing];
+  };
+  // An operand that has one head reads it whatever the group.
+  const auto group_of = [&](const BatchOperand& operand) -> int64_t {
+    return operand.size.empty() || operand.size.back() == 1 ? 1 : operand.group;
+  };
+
+  std::vector<MergedDim> merged;  // innermost first
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    if (sizes[dim] == 1) continue;
+    std::vector<int64_t> stride;
+    for (const BatchOperand& operand : operands) stride.push_back(stride_of(operand, dim));
+    bool merges = !merged.empty();
+    for (size_t i = 0; merges && i < operands.size(); ++i) {
+      const MergedDim& inner = merged.back();
+      const int64_t steps = inner.size / (inner.holds_last ? group_of(operands[i]) : 1);
+      merges = stride[i] == steps * inner.stride[i];
+    }
+    if (merges) {
+      merged.back().size *= sizes[dim];
+    } else {
+      merged.push_back({sizes[dim], dim + 1 == sizes.size(), stride});
+    }
+  }
+  if (merged.size() > static_cast<size_t>(kMaxBatchDims)) return false;
+
+  batch = {};
+  batch.count = merged.empty() ? 1 : static_cast<int32_t>(merged.size());
+  batch.size[0] = 1;
+  for (size_t i = 0; i < operands.size(); ++i) {
+    MatrixView& view = *operands[i].view;
+    view.group = merged.empty() || !merged.front().holds_last ? 1 : static_cast<int32_t>(group_of(operands[i]));
+    view.batch_stride[0] = 0;
+    for (size_t dim = 0; dim < merged.size(); ++dim) {
+      const MergedDim& from = merged[merged.size() - 1 - dim];
+      batch.size[dim] = from.size;
+      view.batch_stride[dim] = from.stride[i];
+    }
+  }
+  return true;
+}
+
+}  // namespace attention_ext

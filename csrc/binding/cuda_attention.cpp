@@ -1,0 +1,210 @@
+// sdpa_forward and sdpa_backward on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
+#include <torch/csrc/stable/accelerator.h>
+
+#include <tuple>
+
+#include "../plan.h"
+#include "checks.h"
+
+namespace attention_ext {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+// The kernel to run: the one that was asked for by name, or the plan's choice.
+Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, MaskType mask,
+                     int32_t device) {
+  Kernel kernel;
+  if (kernel_by_name(name, kernel)) return kernel;
+  if (name != "auto") fail(op, "kernel", "\"auto\" or \"pipeline\"", "\"" + name + "\"");
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  const int64_t heads = params.batch.size[params.batch.count - 1];
+  Problem problem = {params.N / std::max<int64_t>(heads, 1),
+                     heads,
+                     heads,
+                     params.L,
+                     params.S,
+                     params.E,
+                     params.Ev,
+                     element_bytes(params.type),
+                     MaskKind::kNone,
+                     params.causal,
+                     params.dropout.seed != nullptr,
+                     10 * major + minor};
+  problem.mask = mask == MaskType::kNone   ? MaskKind::kNone
+                 : mask == MaskType::kBool ? MaskKind::kBool
+                                           : MaskKind::kFloat;
+  return make_plan(problem, params.workspace_bytes).kernel;
+}
+
+Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int32_t device) {
+  if (!(p >= 0.0 && p <= 1.0)) fail(op, "dropout_p", "a number from 0 to 1", std::to_string(p));
+  if (p == 0.0) return {};
+  if (!seed.has_value() || !seed->defined()) fail(op, "seed", "a tensor when dropout_p is not 0", "None");
+  check_tensor(op, "seed", *seed, 0, device);
+  check_type(op, "seed", *seed, ScalarType::Long);
+  if (seed->numel() != 1) fail(op, "seed", "one element", "shape " + text(sizes_of(*seed)));
+  return {static_cast<const int64_t*>(data_of(*seed)), static_cast<uint64_t>(p * 4294967296.0),
+          p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
+}
+
+std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
+                                        OptionalTensor seed, double dropout_p, bool is_causal,
+                                        std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
+                                        int64_t workspace_bytes, std::string kernel) {
+  const char* op = "sdpa_forward";
+  ForwardParams params = {};
+  params.type = check_inputs(op, query, key, &value);
+  const int32_t device = query.get_device_index();
+  const DeviceGuard guard(device);
+  Views views(op, enable_gqa);
+  views.broadcast("query", query, 2);
+  views.broadcast("key", key, 2);
+  views.broadcast("value", value, 2);
+  params.N = views.count();
+  params.L = query.size(query.dim() - 2);
+  params.S = key.size(key.dim() - 2);
+  params.E = query.size(query.dim() - 1);
+  params.Ev = value.size(value.dim() - 1);
+  params.scale = scale_or_default(scale, params.E);
+  params.dropout = check_dropout(op, dropout_p, seed, device);
+  params.causal = is_causal;
+
+  const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
+  Tensor out = allocate(out_sizes, layout_like(out_sizes, query), query.scalar_type(), device);
+  Tensor lse = allocate(lse_sizes, contiguous_strides(lse_sizes), accumulator_type(params.type), device);
+
+  views.add(params.query, query);
+  views.add(params.key, key);
+  views.add(params.value, value);
+  views.add(params.out, out);
+  views.add(params.lse, lse, 1);
+  params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
+  views.finish(params.batch);
+  params.workspace_bytes = workspace_bytes;
+  switch (choose_kernel(op, kernel, params, params.mask_type, device)) {
+    case Kernel::kPipeline: {
+      Tensor workspace = allocate_bytes(pipeline_forward_workspace(params), device);
+      params.workspace = data_of(workspace);
+      check_status(op, pipeline_forward(params, current_stream(device)), device);
+      return {out, lse};
+    }
+  }
+  throw std::runtime_error("attention_ext: the plan named a kernel that sdpa_forward does not have");
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query,
+                                                         Tensor key, Tensor value, OptionalTensor attn_mask, Tensor out,
+                                                         Tensor lse, OptionalTensor seed, double dropout_p,
+                                                         bool is_causal, std::optional<double> scale, bool enable_gqa,
+                                                         bool /*allow_tf32*/, bool /*deterministic: always*/,
+                                                         bool mask_grad, int64_t workspace_bytes, std::string kernel) {
+  const char* op = "sdpa_backward";
+  if (kernel != "auto" && kernel != "pipeline") fail(op, "kernel", "\"auto\" or \"pipeline\"", "\"" + kernel + "\"");
+  BackwardParams params = {};
+  params.type = check_inputs(op, query, key, &value);
+  const int32_t device = query.get_device_index();
+  const DeviceGuard guard(device);
+  const ScalarType type = query.scalar_type(), accumulator = accumulator_type(params.type);
+  Views views(op, enable_gqa);
+  views.broadcast("query", query, 2);
+  params.N = views.count();
+  params.L = query.size(query.dim() - 2);
+  params.S = key.size(key.dim() - 2);
+  params.E = query.size(query.dim() - 1);
+  params.Ev = value.size(value.dim() - 1);
+  params.scale = scale_or_default(scale, params.E);
+  params.dropout = check_dropout(op, dropout_p, seed, device);
+  params.causal = is_causal;
+
+  // The leading dims are the query's, without broadcasting; only the heads of key and value may be fewer.
+  const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
+  Sizes key_batch = views.batch_sizes();
+  params.group = 1;
+  if (enable_gqa) {
+    views.broadcast("key", key, 2);
+    key_batch.back() = key.size(key.dim() - 3);
+    params.group = std::max<int64_t>(views.batch_sizes().back() / key_batch.back(), 1);
+  }
+  Sizes key_sizes = key_batch, value_sizes = key_batch;
+  key_sizes.insert(key_sizes.end(), {params.S, params.E});
+  value_sizes.insert(value_sizes.end(), {params.S, params.Ev});
+  check_sizes(op, "key", key, key_sizes);
+  check_sizes(op, "value", value, value_sizes);
+  const bool has_grad_lse = grad_lse.has_value() && grad_lse->defined();
+  check_tensor(op, "grad_out", grad_out, 2, device);
+  check_tensor(op, "out", out, 2, device);
+  check_tensor(op, "lse", lse, 1, device);
+  if (has_grad_lse) check_tensor(op, "grad_lse", *grad_lse, 1, device);
+  check_sizes(op, "grad_out", grad_out, out_sizes);
+  check_sizes(op, "out", out, out_sizes);
+  check_sizes(op, "lse", lse, lse_sizes);
+  if (has_grad_lse) check_sizes(op, "grad_lse", *grad_lse, lse_sizes);
+  check_type(op, "grad_out", grad_out, type);
+  check_type(op, "out", out, type);
+  check_type(op, "lse", lse, accumulator);
+  if (has_grad_lse) check_type(op, "grad_lse", *grad_lse, accumulator);
+
+  Tensor grad_query = allocate(sizes_of(query), layout_like(sizes_of(query), query), type, device);
+  Tensor grad_key = allocate(key_sizes, layout_like(key_sizes, key), type, device);
+  Tensor grad_value = allocate(value_sizes, layout_like(value_sizes, value), type, device);
+  Tensor delta = allocate_bytes(params.N * params.L * accumulator_bytes(params.type), device);
+
+  views.add(params.query, query);
+  views.add(params.key, key);
+  views.add(params.value, value);
+  views.add(params.out, out);
+  views.add(params.grad_out, grad_out);
+  views.add(params.lse, lse, 1);
+  if (has_grad_lse) views.add(params.grad_lse, *grad_lse, 1);
+  views.add(params.grad_query, grad_query);
+  views.add(params.grad_key, grad_key);
+  views.add(params.grad_value, grad_value);
+  params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
+
+  // The mask's gradient is summed in the accumulator type, in the result itself if that is its dtype.
+  const cudaStream_t stream = current_stream(device);
+  Tensor grad_mask, mask_sums;
+  if (mask_grad) {
+    if (params.mask_type == MaskType::kNone || params.mask_type == MaskType::kBool) {
+      fail(op, "attn_mask", "a floating point mask with mask_grad",
+           params.mask_type == MaskType::kNone ? "None" : "bool");
+    }
+    const Sizes sizes = sizes_of(*attn_mask), strides = layout_like(sizes, *attn_mask);
+    grad_mask = allocate(sizes, strides, attn_mask->scalar_type(), device);
+    mask_sums = attn_mask->scalar_type() == accumulator ? grad_mask : allocate(sizes, strides, accumulator, device);
+    params.mask_rows_kept = sizes[sizes.size() - 2] != 1;
+    params.mask_cols_kept = sizes[sizes.size() - 1] != 1;
+    views.add(params.mask_grad, mask_sums);
+    const int64_t bytes = mask_sums.numel() * accumulator_bytes(params.type);
+    if (bytes > 0) check_status(op, cudaMemsetAsync(data_of(mask_sums), 0, bytes, stream), device);
+  } else {
+    grad_mask = allocate({0}, {1}, type, device);
+  }
+  views.finish(params.batch);
+  params.grad_key_bytes = grad_key.numel() * element_bytes(params.type);
+  params.grad_value_bytes = grad_value.numel() * element_bytes(params.type);
+  params.delta = data_of(delta);
+  params.workspace_bytes = workspace_bytes;
+  Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
+  params.workspace = data_of(workspace);
+
+  check_status(op, pipeline_backward(params, stream), device);
+  if (mask_grad && grad_mask.scalar_type() != accumulator) {
+    const DataType mask_type = data_type(op, "attn_mask", grad_mask);
+    check_status(
+        op, launch_convert(data_of(mask_sums), data_of(grad_mask), grad_mask.numel(), params.type, mask_type, stream),
+        device);
+  }
+  return {grad_query, grad_key, grad_value, grad_mask};
+}
+
+}  // namespace
+}  // namespace attention_ext
+
+STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
+  m.impl("sdpa_forward", TORCH_BOX(&attention_ext::sdpa_forward));
+  m.impl("sdpa_backward", TORCH_BOX(&attention_ext::sdpa_backward));
+}

@@ -1,0 +1,43 @@
+// Exponential, logarithm and reductions over a warp.
+#pragma once
+
+namespace attention_ext {
+
+__device__ __forceinline__ float negative_infinity(float) { return __int_as_float(0xff800000); }
+__device__ __forceinline__ double negative_infinity(double) { return __longlong_as_double(0xfff0000000000000LL); }
+
+// 2^x by the special function unit, relative error 2^-22; -inf gives 0, NaN stays NaN.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// e^(x - reference). The difference is taken before the factor log2 e, which would overflow a score of finfo.min.
+__device__ __forceinline__ float exp_difference(float x, float reference) {
+  return exp2_approx((x - reference) * 1.4426950408889634f);
+}
+__device__ __forceinline__ double exp_difference(double x, double reference) { return exp(x - reference); }
+
+__device__ __forceinline__ float natural_log(float x) { return logf(x); }
+__device__ __forceinline__ double natural_log(double x) { return log(x); }
+
+// Drop NaN, as fmaxf does: the row sum keeps it.
+__device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
+
+// All 32 lanes take part, and all get the result. The order of additions is fixed.
+template <class A>
+__device__ __forceinline__ A warp_max(A x) {
+#pragma unroll
+  for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) x = maximum(x, __shfl_xor_sync(0xffffffffu, x, lane_mask));
+  return x;
+}
+template <class A>
+__device__ __forceinline__ A warp_sum(A x) {
+#pragma unroll
+  for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_mask);
+  return x;
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,222 @@
+// What crosses from host code into kernels: plain structs and the launchers that take them. No torch here.
+//
+// Sizes (one vocabulary everywhere): L queries, S keys, E head dim of query and key, Ev head dim of value,
+// N = leading dims * Hq flattened row-major, the "flat batch index" n. A launcher returns its cudaError_t and never
+// waits.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace attention_ext {
+
+// Batch dims left after merging. Real inputs need one to three; eight keeps every struct below within kernel
+// parameters.
+constexpr int kMaxBatchDims = 8;
+
+enum class DataType : int32_t { kHalf, kBFloat16, kFloat, kDouble };
+enum class MaskType : int32_t { kNone, kBool, kSameAsQuery, kFloat };
+
+constexpr int64_t element_bytes(DataType type) {
+  return type == DataType::kDouble ? 8 : type == DataType::kFloat ? 4 : 2;
+}
+
+// Scores, sums and accumulators: float, or double for double.
+constexpr int64_t accumulator_bytes(DataType type) { return type == DataType::kDouble ? 8 : 4; }
+
+// The batch dims, outermost first; the last one is the query head dim (possibly merged with dims before it).
+struct BatchDims {
+  int64_t size[kMaxBatchDims];
+  int32_t count;  // 1 .. kMaxBatchDims
+};
+
+// A stack of matrices. Element (n, row, col) lies at
+//   data + sum over dims(index(n) * batch_stride) + (n - slice.batch_begin) * slice_stride + row * row_stride + col *
+//   col_stride
+// where the index along the last batch dim is divided by `group` first (query heads per key head). A tensor of the
+// caller uses batch_stride and absolute rows and columns; a workspace slice uses slice_stride and counts rows and
+// columns from the slice's own first one. Strides in elements; 0 means broadcast.
+struct MatrixView {
+  void* data;  // (batch dims..., rows, cols), any strides
+  int64_t batch_stride[kMaxBatchDims];
+  int64_t slice_stride;
+  int64_t row_stride;
+  int64_t col_stride;
+  int32_t group;  // 1, or Hq / Hk
+  bool vector;    // cols adjacent, and every row of every matrix begins on a 16-byte boundary
+};
+
+// The part of the (N, L, S) score space that one launch works on.
+struct Slice {
+  int64_t batch_begin, batch_count;
+  int64_t row_begin, row_count;
+  int64_t col_begin, col_count;
+};
+
+struct Dropout {
+  const int64_t* seed;  // (1,) in device memory; null: no dropout
+  uint64_t threshold;   // an element stays iff its random word >= threshold; p = 1 gives 2^32, which drops all
+  double keep_scale;    // 1 / (1 - p), and 0 for p = 1
+};
+
+// Scores of one slice: scale * query . key, mask, causal. With `lse` set the result is exp(score - lse) instead.
+struct QkScoresParams {
+  BatchDims batch;
+  Slice slice;
+  int64_t E;
+  double scale;
+  MatrixView query;  // (N, L, E)
+  MatrixView key;    // (N / group, S, E)
+  MatrixView mask;   // broadcasts to (N, L, S)
+  MatrixView lse;    // (N, L), column unused; data null: plain scores
+  MatrixView
+      out;  // slice (batch_count, row_count, col_count): scores in the accumulator type, or probabilities in `type`
+  DataType type;
+  MaskType mask_type;
+  bool causal;
+  bool write_hidden_tiles;  // fill tiles wholly above the diagonal with -inf instead of leaving them unwritten
+};
+
+// Rows of scores -> exp(score - row maximum) in `type`, the sum of those before rounding, and the log-sum-exp.
+struct RowSoftmaxParams {
+  BatchDims batch;
+  Slice slice;
+  MatrixView scores;   // slice (batch_count, row_count, S), accumulator type
+  MatrixView weights;  // slice (batch_count, row_count, S), `type`; may start at the same address as scores
+  MatrixView row_sum;  // slice (batch_count, row_count), accumulator type, column unused
+  MatrixView lse;      // (N, L), accumulator type, column unused
+  Dropout dropout;
+  DataType type;
+  bool causal;
+};
+
+// weights . values * factor / row_sum: the attention output, and dQ = scale * dS . K.
+struct ScoresValuesParams {
+  BatchDims batch;
+  Slice slice;
+  int64_t Ev;  // columns of values
+  double factor;
+  MatrixView weights;  // slice (batch_count, row_count, S), `type`
+  MatrixView values;   // (N / group, S, Ev)
+  MatrixView row_sum;  // slice (batch_count, row_count), accumulator type, column unused; data null: divide by nothing
+  MatrixView out;      // (N, L, Ev)
+  DataType type;
+  bool causal;
+};
+
+// delta[n, i] = sum over e of grad_out[n, i, e] * out[n, i, e], minus grad_lse[n, i].
+struct RowDotParams {
+  BatchDims batch;
+  int64_t N, L, Ev;
+  MatrixView grad_out;  // (N, L, Ev)
+  MatrixView out;       // (N, L, Ev)
+  MatrixView grad_lse;  // (N, L), column unused; data null: absent
+  void* delta;          // (N, L) contiguous, accumulator type
+  DataType type;
+};
+
+// dS = P * (keep * keep_scale * (grad_out . value^T) - delta). With dropout, P is overwritten with keep * P.
+struct ScoreGradParams {
+  BatchDims batch;
+  Slice slice;
+  int64_t L, Ev;
+  MatrixView grad_out;       // (N, L, Ev)
+  MatrixView value;          // (N / group, S, Ev)
+  MatrixView probabilities;  // slice (batch_count, row_count, col_count), `type`
+  MatrixView score_grad;     // slice (batch_count, row_count, col_count), `type`
+  const void* delta;         // (N, L) contiguous, accumulator type
+  Dropout dropout;
+  DataType type;
+  bool causal;
+};
+
+// out = factor * sum over the group's query heads of left^T . right: dV from P and grad_out, dK from dS and query.
+struct KeyValueGradParams {
+  BatchDims batch;
+  Slice slice;    // batch_begin and batch_count are multiples of group; row_begin is 0 and row_count is L
+  int64_t group;  // query heads per key head
+  int64_t width;  // columns of right and out: E or Ev
+  double factor;
+  MatrixView left;   // slice (batch_count, L, col_count), `type`
+  MatrixView right;  // (N, L, width)
+  MatrixView out;    // (N / group, S, width)
+  DataType type;
+  bool causal;
+};
+
+// mask_grad[...] += score_grad summed over the batch dims, rows and columns along which the mask has size 1.
+struct MaskGradParams {
+  BatchDims batch;
+  Slice slice;
+  bool rows_kept;         // the mask has L rows (else 1)
+  bool cols_kept;         // the mask has S columns (else 1)
+  MatrixView score_grad;  // slice (batch_count, row_count, col_count), `type`
+  MatrixView mask_grad;   // mask's own shape, accumulator type; batch_stride 0 along a dim of size 1
+  DataType type;
+};
+
+// The whole forward: out = softmax(scale * query . key^T + mask) . value.
+struct ForwardParams {
+  BatchDims batch;
+  int64_t N, L, S, E, Ev;
+  double scale;
+  MatrixView query;  // (N, L, E)
+  MatrixView key;    // (N / group, S, E)
+  MatrixView value;  // (N / group, S, Ev)
+  MatrixView mask;   // broadcasts to (N, L, S)
+  MatrixView out;    // (N, L, Ev)
+  MatrixView lse;    // (N, L), accumulator type, natural logarithm, -inf for a row without a visible key
+  Dropout dropout;
+  DataType type;
+  MaskType mask_type;
+  bool causal;
+  void* workspace;          // at least pipeline_forward_workspace bytes, 256-byte aligned
+  int64_t workspace_bytes;  // what the slices may take
+};
+
+struct BackwardParams {
+  BatchDims batch;
+  int64_t N, L, S, E, Ev;
+  int64_t group;  // Hq / Hk; N is a multiple of it
+  double scale;
+  MatrixView query, key, value;              // (N, L, E), (N / group, S, E), (N / group, S, Ev)
+  MatrixView mask;                           // broadcasts to (N, L, S)
+  MatrixView out, grad_out;                  // (N, L, Ev)
+  MatrixView lse, grad_lse;                  // (N, L), accumulator type; grad_lse.data null: absent
+  MatrixView grad_query;                     // (N, L, E)
+  MatrixView grad_key;                       // (N / group, S, E), dense
+  MatrixView grad_value;                     // (N / group, S, Ev), dense
+  int64_t grad_key_bytes, grad_value_bytes;  // of the two dense outputs, for clearing them when there is no query
+  MatrixView mask_grad;  // mask's own shape, accumulator type, zeroed by the caller; data null: not wanted
+  bool mask_rows_kept, mask_cols_kept;
+  void* delta;  // (N, L) scratch, accumulator type
+  Dropout dropout;
+  DataType type;
+  MaskType mask_type;
+  bool causal;
+  void* workspace;          // at least pipeline_backward_workspace bytes, 256-byte aligned
+  int64_t workspace_bytes;  // what the slices may take
+};
+
+// One kernel each.
+cudaError_t launch_qk_scores(const QkScoresParams& params, cudaStream_t stream);
+cudaError_t launch_row_softmax(const RowSoftmaxParams& params, cudaStream_t stream);
+cudaError_t launch_scores_values(const ScoresValuesParams& params, cudaStream_t stream);
+cudaError_t launch_row_dot(const RowDotParams& params, cudaStream_t stream);
+cudaError_t launch_score_grad(const ScoreGradParams& params, cudaStream_t stream);
+cudaError_t launch_key_value_grad(const KeyValueGradParams& params, cudaStream_t stream);
+cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream);
+
+// out[i] = accumulated[i], (count,) each: from the accumulator type of `type` to `out_type` (half types or float).
+cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
+                           cudaStream_t stream);
+
+// Host drivers: slices so that the workspace stays under the cap. The workspace functions return the bytes the driver
+// will use under a cap: no more than the cap, except where a single row (forward) or 8 keys (backward) need more.
+int64_t pipeline_forward_workspace(const ForwardParams& params);
+cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream);
+int64_t pipeline_backward_workspace(const BackwardParams& params);
+cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream);
+
+}  // namespace attention_ext

@@ -1,0 +1,225 @@
+// Backward driver: probabilities are recomputed from the log-sum-exp, slice by slice, so that the workspace stays under
+// its cap whatever the shape. Pure host code; no atomics anywhere, so the result is the same bits every time.
+//
+//   delta = sum(dO * O) - grad_lse        P = exp(scale * Q . K^T + mask - lse)
+//   dS = P * (keep / (1 - p) * (dO . V^T) - delta)
+//   dQ = scale * dS . K      dK = scale * dS^T . Q      dV = (keep * P)^T . dO / (1 - p)      mask_grad = sum of dS
+//
+// If P and dS of all query heads of a key head fit, one joint pass makes everything. Else pass A makes dQ and mask_grad
+// from slices of rows and pass B makes dK and dV from slices of keys, over all query rows and heads of the group: the
+// sums of dK and dV then never leave the registers, whatever the group. Workspace of a slice: P, then dS, each
+// (batches, rows, pitch) in the tensors' dtype.
+#include "../params.h"
+#include "slice_view.h"
+#include "slices.h"
+
+namespace attention_ext {
+namespace {
+
+struct SliceShape {
+  int64_t batches, rows, cols;
+  int64_t array_bytes(int64_t element) const {
+    return round_up(batches * rows * slice_pitch(cols) * element, kWorkspaceAlignment);
+  }
+};
+
+struct BackwardPlan {
+  bool joint;
+  SliceShape by_rows;  // joint pass or pass A
+  SliceShape by_keys;  // pass B
+  int64_t bytes;
+};
+
+BackwardPlan plan_backward(const BackwardParams& params) {
+  const int64_t element = element_bytes(params.type);
+  const int64_t budget =
+      std::max<int64_t>(params.workspace_bytes - 2 * kWorkspaceAlignment, 0) / (2 * element);  // elements of P
+  const int64_t rows_in_budget = budget / slice_pitch(params.S);
+  BackwardPlan plan = {};
+  plan.joint = rows_in_budget / params.L >= params.group;
+  if (plan.joint) {
+    const int64_t groups = even_piece(params.N / params.group, rows_in_budget / (params.L * params.group), 1);
+    plan.by_rows = {groups * params.group, params.L, params.S};
+    plan.bytes = 2 * plan.by_rows.array_bytes(element);
+    return plan;
+  }
+  if (rows_in_budget >= params.L) {
+    plan.by_rows = {even_piece(params.N, rows_in_budget / params.L, 1), params.L, params.S};
+  } else {
+    plan.by_rows = {1, even_piece(params.L, rows_in_budget, kSliceTile), params.S};
+  }
+  // A slice narrower than its pitch of 8 would save nothing.
+  const int64_t cols_in_budget = std::max<int64_t>(budget / (params.group * params.L) / 8 * 8, 8);
+  plan.by_keys = {params.group, params.L, even_piece(params.S, cols_in_budget, kSliceTile)};
+  plan.bytes = 2 * std::max(plan.by_rows.array_bytes(element), plan.by_keys.array_bytes(element));
+  return plan;
+}
+
+struct Arrays {
+  MatrixView probabilities, score_grad;
+};
+
+Arrays arrays_of(const BackwardParams& params, const SliceShape& shape) {
+  char* workspace = static_cast<char*>(params.workspace);
+  const int64_t pitch = slice_pitch(shape.cols), bytes = shape.array_bytes(element_bytes(params.type));
+  return {slice_view(workspace, shape.rows, pitch, true), slice_view(workspace + bytes, shape.rows, pitch, true)};
+}
+
+// P and dS of a slice.
+cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice,
+                            cudaStream_t stream) {
+  QkScoresParams qk = {};
+  qk.batch = params.batch;
+  qk.slice = slice;
+  qk.E = params.E;
+  qk.scale = params.scale;
+  qk.query = params.query;
+  qk.key = params.key;
+  qk.mask = params.mask;
+  qk.lse = params.lse;
+  qk.out = arrays.probabilities;
+  qk.type = params.type;
+  qk.mask_type = params.mask_type;
+  qk.causal = params.causal;
+  const cudaError_t status = launch_qk_scores(qk, stream);
+  if (status != cudaSuccess) return status;
+
+  ScoreGradParams grad = {};
+  grad.batch = params.batch;
+  grad.slice = slice;
+  grad.L = params.L;
+  grad.Ev = params.Ev;
+  grad.grad_out = params.grad_out;
+  grad.value = params.value;
+  grad.probabilities = arrays.probabilities;
+  grad.score_grad = arrays.score_grad;
+  grad.delta = params.delta;
+  grad.dropout = params.dropout;
+  grad.type = params.type;
+  grad.causal = params.causal;
+  return launch_score_grad(grad, stream);
+}
+
+// dQ and mask_grad of a slice of rows.
+cudaError_t make_query_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice,
+                            cudaStream_t stream) {
+  ScoresValuesParams query = {};
+  query.batch = params.batch;
+  query.slice = slice;
+  query.Ev = params.E;
+  query.factor = params.scale;
+  query.weights = arrays.score_grad;
+  query.values = params.key;
+  query.out = params.grad_query;
+  query.type = params.type;
+  query.causal = params.causal;
+  const cudaError_t status = launch_scores_values(query, stream);
+  if (status != cudaSuccess || params.mask_grad.data == nullptr) return status;
+
+  MaskGradParams mask = {};
+  mask.batch = params.batch;
+  mask.slice = slice;
+  mask.rows_kept = params.mask_rows_kept;
+  mask.cols_kept = params.mask_cols_kept;
+  mask.score_grad = arrays.score_grad;
+  mask.mask_grad = params.mask_grad;
+  mask.type = params.type;
+  return launch_mask_grad(mask, stream);
+}
+
+// dV and dK of a slice of keys that holds all query rows and whole groups.
+cudaError_t make_key_value_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice,
+                                cudaStream_t stream) {
+  KeyValueGradParams value = {};
+  value.batch = params.batch;
+  value.slice = slice;
+  value.group = params.group;
+  value.width = params.Ev;
+  value.factor = params.dropout.seed != nullptr ? params.dropout.keep_scale : 1.0;
+  value.left = arrays.probabilities;
+  value.right = params.grad_out;
+  value.out = params.grad_value;
+  value.type = params.type;
+  value.causal = params.causal;
+  const cudaError_t status = launch_key_value_grad(value, stream);
+  if (status != cudaSuccess) return status;
+
+  KeyValueGradParams key = value;
+  key.width = params.E;
+  key.factor = params.scale;
+  key.left = arrays.score_grad;
+  key.right = params.query;
+  key.out = params.grad_key;
+  return launch_key_value_grad(key, stream);
+}
+
+// The joint pass, or pass A where key gradients are made elsewhere.
+cudaError_t pass_by_rows(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
+  const SliceShape& shape = plan.by_rows;
+  const Arrays arrays = arrays_of(params, shape);
+  for (int64_t batch = 0; batch < params.N; batch += shape.batches) {
+    for (int64_t row = 0; row < params.L; row += shape.rows) {
+      const Slice slice = {
+          batch, std::min(shape.batches, params.N - batch), row, std::min(shape.rows, params.L - row), 0, params.S};
+      cudaError_t status = make_score_grad(params, arrays, slice, stream);
+      if (status == cudaSuccess) status = make_query_grad(params, arrays, slice, stream);
+      if (status == cudaSuccess && plan.joint) status = make_key_value_grad(params, arrays, slice, stream);
+      if (status != cudaSuccess) return status;
+    }
+  }
+  return cudaSuccess;
+}
+
+cudaError_t pass_by_keys(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream) {
+  const SliceShape& shape = plan.by_keys;
+  const Arrays arrays = arrays_of(params, shape);
+  for (int64_t batch = 0; batch < params.N; batch += shape.batches) {
+    for (int64_t col = 0; col < params.S; col += shape.cols) {
+      const Slice slice = {batch, shape.batches, 0, params.L, col, std::min(shape.cols, params.S - col)};
+      cudaError_t status = make_score_grad(params, arrays, slice, stream);
+      if (status == cudaSuccess) status = make_key_value_grad(params, arrays, slice, stream);
+      if (status != cudaSuccess) return status;
+    }
+  }
+  return cudaSuccess;
+}
+
+// Without a query row nothing reads the keys: their gradients are zero.
+cudaError_t clear_key_value_grad(const BackwardParams& params, cudaStream_t stream) {
+  cudaError_t status = cudaSuccess;
+  if (params.grad_key_bytes > 0) status = cudaMemsetAsync(params.grad_key.data, 0, params.grad_key_bytes, stream);
+  if (status == cudaSuccess && params.grad_value_bytes > 0) {
+    status = cudaMemsetAsync(params.grad_value.data, 0, params.grad_value_bytes, stream);
+  }
+  return status;
+}
+
+}  // namespace
+
+int64_t pipeline_backward_workspace(const BackwardParams& params) {
+  return params.N == 0 || params.L == 0 ? 0 : plan_backward(params).bytes;
+}
+
+cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream) {
+  if (params.N == 0 || params.L == 0) return clear_key_value_grad(params, stream);
+
+  RowDotParams dot = {};
+  dot.batch = params.batch;
+  dot.N = params.N;
+  dot.L = params.L;
+  dot.Ev = params.Ev;
+  dot.grad_out = params.grad_out;
+  dot.out = params.out;
+  dot.grad_lse = params.grad_lse;
+  dot.delta = params.delta;
+  dot.type = params.type;
+  cudaError_t status = launch_row_dot(dot, stream);
+  if (status != cudaSuccess) return status;
+
+  const BackwardPlan plan = plan_backward(params);
+  status = pass_by_rows(params, plan, stream);
+  if (status == cudaSuccess && !plan.joint) status = pass_by_keys(params, plan, stream);
+  return status;
+}
+
+}  // namespace attention_ext

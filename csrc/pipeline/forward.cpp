@@ -1,0 +1,86 @@
+// Forward driver: scores, softmax and weights . values for one slice of the (N, L) rows after another, so that the
+// workspace stays under its cap whatever the shape. Pure host code.
+//
+// Workspace of a slice: scores (batches, rows, pitch) in the accumulator type, overwritten in place by weights in the
+// tensors' dtype (whose rows keep the scores' pitch in bytes), then the row sums (batches, rows).
+#include "../params.h"
+#include "forward_slices.h"
+#include "slice_view.h"
+
+namespace attention_ext {
+namespace {
+
+ForwardSlices plan_forward(const ForwardParams& params) {
+  return forward_slices(params.N, params.L, params.S, accumulator_bytes(params.type), params.workspace_bytes);
+}
+
+cudaError_t run_slice(const ForwardParams& params, const ForwardSlices& plan, const Slice& slice, cudaStream_t stream) {
+  const int64_t weights_per_score = accumulator_bytes(params.type) / element_bytes(params.type);
+  char* workspace = static_cast<char*>(params.workspace);
+  const MatrixView scores = slice_view(workspace, plan.rows, plan.pitch, true);
+  const MatrixView weights = slice_view(workspace, plan.rows, plan.pitch * weights_per_score, true);
+  const MatrixView row_sum = slice_view(workspace + plan.row_sum_at, plan.rows, 1, false);
+
+  QkScoresParams qk = {};
+  qk.batch = params.batch;
+  qk.slice = slice;
+  qk.E = params.E;
+  qk.scale = params.scale;
+  qk.query = params.query;
+  qk.key = params.key;
+  qk.mask = params.mask;
+  qk.out = scores;
+  qk.type = params.type;
+  qk.mask_type = params.mask_type;
+  qk.causal = params.causal;
+  cudaError_t status = launch_qk_scores(qk, stream);
+  if (status != cudaSuccess) return status;
+
+  RowSoftmaxParams softmax = {};
+  softmax.batch = params.batch;
+  softmax.slice = slice;
+  softmax.scores = scores;
+  softmax.weights = weights;
+  softmax.row_sum = row_sum;
+  softmax.lse = params.lse;
+  softmax.dropout = params.dropout;
+  softmax.type = params.type;
+  softmax.causal = params.causal;
+  status = launch_row_softmax(softmax, stream);
+  if (status != cudaSuccess) return status;
+
+  ScoresValuesParams product = {};
+  product.batch = params.batch;
+  product.slice = slice;
+  product.Ev = params.Ev;
+  product.factor = params.dropout.seed != nullptr ? params.dropout.keep_scale : 1.0;
+  product.weights = weights;
+  product.values = params.value;
+  product.row_sum = row_sum;
+  product.out = params.out;
+  product.type = params.type;
+  product.causal = params.causal;
+  return launch_scores_values(product, stream);
+}
+
+}  // namespace
+
+int64_t pipeline_forward_workspace(const ForwardParams& params) {
+  return params.N == 0 || params.L == 0 ? 0 : plan_forward(params).bytes;
+}
+
+cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream) {
+  if (params.N == 0 || params.L == 0) return cudaSuccess;
+  const ForwardSlices plan = plan_forward(params);
+  for (int64_t batch = 0; batch < params.N; batch += plan.batches) {
+    for (int64_t row = 0; row < params.L; row += plan.rows) {
+      const Slice slice = {
+          batch, std::min(plan.batches, params.N - batch), row, std::min(plan.rows, params.L - row), 0, params.S};
+      const cudaError_t status = run_slice(params, plan, slice, stream);
+      if (status != cudaSuccess) return status;
+    }
+  }
+  return cudaSuccess;
+}
+
+}  // namespace attention_ext

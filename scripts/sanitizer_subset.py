@@ -1,0 +1,43 @@
+"""A few small problems through every kernel of the package, for compute-sanitizer: odd sizes, masks, causal, groups, dropout."""
+
+import torch
+
+import attention_ext  # noqa: F401
+
+OPS = torch.ops.attention_ext
+
+
+def run(dtype: torch.dtype, L: int, S: int, E: int, Ev: int, kernel: str = "auto", **options: object) -> None:
+    """Forward and backward of (1, 2, L, E) queries over 1 or 2 key heads."""
+    heads = 1 if options.get("enable_gqa") else 2
+    q = torch.randn(1, 2, L, E, device="cuda", dtype=dtype)
+    k, v = (torch.randn(1, heads, S, width, device="cuda", dtype=dtype) for width in (E, Ev))
+    mask, p, causal = options.pop("mask", None), options.pop("dropout_p", 0.0), options.pop("causal", False)
+    seed = torch.tensor([7], device="cuda") if p else None
+    out, lse = OPS.sdpa_forward(q, k, v, mask, seed, p, causal, kernel=kernel, **options)
+    with_mask = mask is not None and mask.is_floating_point()
+    grads = OPS.sdpa_backward(torch.ones_like(out), None, q, k, v, mask, out, lse, seed, p, causal, mask_grad=with_mask, **options)
+    assert all(grad.isfinite().all() for grad in (out, *grads))
+
+
+def main() -> None:
+    torch.manual_seed(0)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        run(dtype, 70, 133, 72, 40)
+        run(dtype, 129, 130, 64, 64, causal=True)
+    half = torch.float16
+    run(half, 33, 65, 9, 7)  # rows that are not on 16-byte boundaries: the element-wise path
+    run(half, 130, 70, 128, 128, enable_gqa=True)
+    run(half, 40, 260, 64, 64, dropout_p=0.25)
+    run(half, 40, 137, 64, 64, mask=torch.rand(40, 137, device="cuda") > 0.3)
+    run(half, 40, 137, 64, 64, mask=torch.randn(2, 1, 137, device="cuda", dtype=half))
+    run(half, 40, 137, 64, 64, mask=torch.randn(40, 1, device="cuda"))
+    run(half, 20, 1500, 16, 16)  # a CTA for each row of the softmax
+    run(half, 3, 9000, 16, 16)  # rows that do not fit into registers
+    run(half, 300, 300, 64, 64, workspace_bytes=1 << 17)  # several slices
+    torch.cuda.synchronize()
+    print("subset done")
+
+
+if __name__ == "__main__":
+    main()
