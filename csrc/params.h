@@ -18,9 +18,7 @@ constexpr int kMaxBatchDims = 8;
 enum class DataType : int32_t { kHalf, kBFloat16, kFloat, kDouble };
 enum class MaskType : int32_t { kNone, kBool, kSameAsQuery, kFloat };
 
-constexpr int64_t element_bytes(DataType type) {
-  return type == DataType::kDouble ? 8 : type == DataType::kFloat ? 4 : 2;
-}
+constexpr int64_t element_bytes(DataType type) { return type == DataType::kDouble ? 8 : type == DataType::kFloat ? 4 : 2; }
 
 // Scores, sums and accumulators: float, or double for double.
 constexpr int64_t accumulator_bytes(DataType type) { return type == DataType::kDouble ? 8 : 4; }
@@ -70,8 +68,7 @@ struct QkScoresParams {
   MatrixView key;    // (N / group, S, E)
   MatrixView mask;   // broadcasts to (N, L, S)
   MatrixView lse;    // (N, L), column unused; data null: plain scores
-  MatrixView
-      out;  // slice (batch_count, row_count, col_count): scores in the accumulator type, or probabilities in `type`
+  MatrixView out;    // slice (batch_count, row_count, col_count): scores in the accumulator type, or probabilities in `type`
   DataType type;
   MaskType mask_type;
   bool causal;
@@ -188,7 +185,7 @@ struct BackwardParams {
   MatrixView grad_key;                       // (N / group, S, E), dense
   MatrixView grad_value;                     // (N / group, S, Ev), dense
   int64_t grad_key_bytes, grad_value_bytes;  // of the two dense outputs, for clearing them when there is no query
-  MatrixView mask_grad;  // mask's own shape, accumulator type, zeroed by the caller; data null: not wanted
+  MatrixView mask_grad;                      // mask's own shape, accumulator type, zeroed by the caller; data null: not wanted
   bool mask_rows_kept, mask_cols_kept;
   void* delta;  // (N, L) scratch, accumulator type
   Dropout dropout;

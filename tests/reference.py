@@ -7,6 +7,7 @@ Everything is written with differentiable PyTorch functions, so gradients of the
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -115,11 +116,32 @@ def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
     return float(difference.abs().max()), float(difference.norm()) / norm if norm else 0.0
 
 
+class CloseCall(AssertionError):
+    """The largest absolute error is past its limit by less than a factor of two: perhaps no more than bad luck."""
+
+
+def settle(trial: Callable[[], object]) -> None:
+    """Puts a close call to the vote of three draws; everything else fails at once.
+
+    The rule compares the largest of a few rounding errors with the largest of a few others. In float32, of two equally
+    good kernels, one is past twice the other's in about one draw of thirty.
+    """
+    calls: list[str] = []
+    for _ in range(3):
+        try:
+            trial()
+        except CloseCall as call:
+            calls.append(str(call))
+        if not calls:
+            return
+    assert len(calls) < 2, "\n".join(calls)
+
+
 def check_error(name: str, got: Tensor, want: Tensor, base: Tensor, among: float = 0.0, dtype: torch.dtype | None = None) -> None:
     """The error of `got` is at most twice that of `base` (PyTorch's own, same dtype) plus one ulp at the largest value.
 
-    among: the largest gradient of the same call. A gradient that vanishes by cancellation (one key, scale 0) is pure
-    rounding, so its ulp is taken there and its relative norm means nothing.
+    among: the largest gradient of the same call. A gradient that vanishes by cancellation (one key, scale 0, a mask that is
+    the same for all keys) is the rounding of float32 sums and no more, so it is measured by that.
     dtype: of the call, where the result is of another one (the gradient of a float32 mask beside half operands).
     In float64 the oracle rounds as well and no better one is at hand, so there the unit is 1e-13 of the largest value.
     """
@@ -133,7 +155,12 @@ def check_error(name: str, got: Tensor, want: Tensor, base: Tensor, among: float
     unit = 1e-13 * size if dtype == torch.float64 else ulp(dtype, size)
     (absolute, relative), (base_absolute, base_relative) = errors(got, want), errors(base, want)
     limit = 2 * base_absolute + unit
-    assert absolute <= limit, f"{name}: error {absolute:.3e}, PyTorch's {base_absolute:.3e}, limit {limit:.3e}"
+    if vanishes and dtype != torch.float64:
+        limit += 16 * ulp(torch.float32, among)
+    text = f"{name}: error {absolute:.3e}, PyTorch's {base_absolute:.3e}, limit {limit:.3e}"
+    assert absolute <= 2 * limit, text
+    if absolute > limit:
+        raise CloseCall(text)
     if top and not vanishes:
         limit = 2 * base_relative + unit / top
         assert relative <= limit, f"{name}: relative error {relative:.3e}, PyTorch's {base_relative:.3e}, limit {limit:.3e}"

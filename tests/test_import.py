@@ -124,8 +124,7 @@ def test_schemas() -> None:
     forward = str(torch.ops.attention_ext.sdpa_forward.default._schema)
     assert forward == f"attention_ext::sdpa_forward{operands}{options}{last}(Tensor out, Tensor lse)"
     backward = str(torch.ops.attention_ext.sdpa_backward.default._schema)
-    before = operands.replace("(", "(Tensor grad_out, Tensor? grad_lse, ").replace(
-        "Tensor? seed", "Tensor out, Tensor lse, Tensor? seed"
-    )
+    before = operands.replace("(Tensor query", "(Tensor grad_out, Tensor? grad_lse, Tensor query")
+    before = before.replace("Tensor? seed", "Tensor out, Tensor lse, Tensor? seed")
     middle = "bool deterministic=False, bool mask_grad=False, "
     assert backward == f"attention_ext::sdpa_backward{before}{options}{middle}{last}(Tensor, Tensor, Tensor, Tensor)"

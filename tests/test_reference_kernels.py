@@ -19,7 +19,9 @@ CASES = {
     "causal, L > S": {"causal": True, "L": 14, "S": 9},
     "negative scale": {"causal": True, "scale": -0.7},
     "scale 0": {"scale": 0.0},
-    "large scale": {"scale": 30.0},
+    "large scale": {"scale": 3.0},
+    "large scores": {"scale": 100.0},
+    "lowest finite numbers": {"mask": "lowest"},
     "odd head dims": {"E": 7, "Ev": 13},
     "large head dim": {"E": 320, "Ev": 264, "L": 40},
     "bool mask": {"mask": "bool"},
@@ -44,11 +46,12 @@ def problem(name: str, dtype: torch.dtype, device: str) -> tuple[list[Tensor | N
     q, k, v = qkv(**sizes, dtype=dtype, device=device)
     L, S, heads = q.size(-2), k.size(-2), q.size(-3) if q.dim() > 2 else 1
     keep = torch.rand(L, S) < 0.6
-    keep[:, 0], keep[L // 2] = True, False
+    keep[:, 0], keep[L // 2] = True, False  # the other rows are alive
     mask = {
         "bool": lambda: keep,
         "same": lambda: normal(L, S, dtype=dtype).masked_fill(~keep, float("-inf")),
         "float32": lambda: normal(L, S),
+        "lowest": lambda: normal(L, S).masked_fill(~keep, torch.finfo(torch.float32).min),
         "row": lambda: normal(1, S, dtype=dtype),
         "expanded": lambda: normal(1, S, dtype=dtype).expand(*q.shape[:-2], L, S),
         "head": lambda: normal(heads, 1, S, dtype=dtype),
@@ -65,7 +68,10 @@ def is_float(mask: Tensor | None) -> bool:
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_forward_and_backward(path: tuple[str, str], name: str, dtype: torch.dtype) -> None:
-    device, kernel = path
+    reference.settle(lambda: forward_and_backward(*path, name, dtype))
+
+
+def forward_and_backward(device: str, kernel: str, name: str, dtype: torch.dtype) -> None:
     inputs, options = problem(name, dtype, device)
     q, k, v, mask = inputs
     shape = reference.attention(*inputs, *options.values())[0].shape
@@ -84,6 +90,25 @@ def test_forward_and_backward(path: tuple[str, str], name: str, dtype: torch.dty
     assert len(grads) == 4 and (is_float(mask) or grads[3].shape == (0,))
     without = sdpa_backward(grad, None, *inputs, out, lse, None, 0.0, options["causal"], **rest)
     assert without[3].shape == (0,) and all(torch.equal(a, b) for a, b in zip(without[:3], grads[:3], strict=True))
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("heads", [(3,), (4, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [(0, 4, 8, 8), (3, 0, 8, 8), (3, 4, 0, 8), (3, 4, 8, 0), (0, 0, 0, 0), (3, 0, 0, 0)], ids=str)
+def test_zero_sizes(path: tuple[str, str], sizes: tuple[int, ...], heads: tuple[int, ...], dtype: torch.dtype) -> None:
+    device, kernel = path
+    L, S, E, Ev = sizes
+    for batch in (2, 0):
+        inputs = qkv((batch,), heads, L=L, S=S, E=E, Ev=Ev, dtype=dtype, device=device)
+        rest = {"enable_gqa": len(heads) > 1, "kernel": kernel}
+        want, want_lse = reference.attention(*inputs, gqa=rest["enable_gqa"])
+        out, lse = sdpa_forward(*inputs, None, None, 0.0, False, **rest)
+        close(out, want, 4 * torch.finfo(dtype).eps)
+        check_lse(lse, want_lse, dtype)
+        grads = sdpa_backward(torch.ones_like(out), None, *inputs, None, out, lse, None, 0.0, False, **rest)
+        assert [g.shape for g in grads[:3]] == [t.shape for t in inputs] and all(g.isfinite().all() for g in grads)
+        assert S or all((g == 0).all() for g in grads)
 
 
 def check_lse(lse: Tensor, want: Tensor, dtype: torch.dtype) -> None:

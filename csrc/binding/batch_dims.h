@@ -11,7 +11,7 @@ namespace attention_ext {
 
 // One operand's own batch dims, outermost first, aligned at the innermost; it may have fewer dims than the problem.
 struct BatchOperand {
-  std::vector<int64_t> size;  // per dim 1 (broadcast) or the problem's size; the last one may be the problem's / group
+  std::vector<int64_t> size;    // per dim 1 (broadcast) or the problem's size; the last one may be the problem's / group
   std::vector<int64_t> stride;  // elements
   int64_t group;                // query heads per head of this operand along the last dim, else 1
   MatrixView* view;             // gets batch_stride and group
@@ -20,8 +20,7 @@ struct BatchOperand {
 // Fills `batch` and the views. Dims of size 1 vanish; a dim merges into the one inside it where every operand steps
 // through the two as through one. The order of dims, and with it the flat batch index, stays. False: more than
 // kMaxBatchDims remain.
-inline bool merge_batch_dims(const std::vector<int64_t>& sizes, const std::vector<BatchOperand>& operands,
-                             BatchDims& batch) {
+inline bool merge_batch_dims(const std::vector<int64_t>& sizes, const std::vector<BatchOperand>& operands, BatchDims& batch) {
   struct MergedDim {
     int64_t size;
     bool holds_last;              // the problem's last dim is part of it, so operands' groups apply

@@ -55,8 +55,8 @@ inline DataType check_inputs(const char* op, const Tensor& query, const Tensor& 
 }
 
 // A mask that broadcasts to `sizes`, bool or added. Returns its type and adds its view.
-inline MaskType check_mask(const char* op, const OptionalTensor& mask, const Tensor& query, const Sizes& sizes,
-                           bool is_causal, MatrixView& view, Views& views) {
+inline MaskType check_mask(const char* op, const OptionalTensor& mask, const Tensor& query, const Sizes& sizes, bool is_causal,
+                           MatrixView& view, Views& views) {
   if (!mask.has_value() || !mask->defined()) return MaskType::kNone;
   check_tensor(op, "attn_mask", *mask, 2, query.get_device_index());
   if (is_causal) fail(op, "attn_mask", "None with is_causal", "a mask");

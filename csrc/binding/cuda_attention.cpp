@@ -12,8 +12,7 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // The kernel to run: the one that was asked for by name, or the plan's choice.
-Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, MaskType mask,
-                     int32_t device) {
+Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, MaskType mask, int32_t device) {
   Kernel kernel;
   if (kernel_by_name(name, kernel)) return kernel;
   if (name != "auto") fail(op, "kernel", "\"auto\" or \"pipeline\"", "\"" + name + "\"");
@@ -33,9 +32,7 @@ Kernel choose_kernel(const char* op, const std::string& name, const ForwardParam
                      params.causal,
                      params.dropout.seed != nullptr,
                      10 * major + minor};
-  problem.mask = mask == MaskType::kNone   ? MaskKind::kNone
-                 : mask == MaskType::kBool ? MaskKind::kBool
-                                           : MaskKind::kFloat;
+  problem.mask = mask == MaskType::kNone ? MaskKind::kNone : mask == MaskType::kBool ? MaskKind::kBool : MaskKind::kFloat;
   return make_plan(problem, params.workspace_bytes).kernel;
 }
 
@@ -50,10 +47,9 @@ Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int3
           p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
 }
 
-std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
-                                        OptionalTensor seed, double dropout_p, bool is_causal,
-                                        std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
-                                        int64_t workspace_bytes, std::string kernel) {
+std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
+                                        double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
+                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel) {
   const char* op = "sdpa_forward";
   ForwardParams params = {};
   params.type = check_inputs(op, query, key, &value);
@@ -95,12 +91,12 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   throw std::runtime_error("attention_ext: the plan named a kernel that sdpa_forward does not have");
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query,
-                                                         Tensor key, Tensor value, OptionalTensor attn_mask, Tensor out,
-                                                         Tensor lse, OptionalTensor seed, double dropout_p,
-                                                         bool is_causal, std::optional<double> scale, bool enable_gqa,
-                                                         bool /*allow_tf32*/, bool /*deterministic: always*/,
-                                                         bool mask_grad, int64_t workspace_bytes, std::string kernel) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
+                                                         Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
+                                                         OptionalTensor seed, double dropout_p, bool is_causal,
+                                                         std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
+                                                         bool /*deterministic: always*/, bool mask_grad,
+                                                         int64_t workspace_bytes, std::string kernel) {
   const char* op = "sdpa_backward";
   if (kernel != "auto" && kernel != "pipeline") fail(op, "kernel", "\"auto\" or \"pipeline\"", "\"" + kernel + "\"");
   BackwardParams params = {};
@@ -169,8 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   Tensor grad_mask, mask_sums;
   if (mask_grad) {
     if (params.mask_type == MaskType::kNone || params.mask_type == MaskType::kBool) {
-      fail(op, "attn_mask", "a floating point mask with mask_grad",
-           params.mask_type == MaskType::kNone ? "None" : "bool");
+      fail(op, "attn_mask", "a floating point mask with mask_grad", params.mask_type == MaskType::kNone ? "None" : "bool");
     }
     const Sizes sizes = sizes_of(*attn_mask), strides = layout_like(sizes, *attn_mask);
     grad_mask = allocate(sizes, strides, attn_mask->scalar_type(), device);
@@ -194,9 +189,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   check_status(op, pipeline_backward(params, stream), device);
   if (mask_grad && grad_mask.scalar_type() != accumulator) {
     const DataType mask_type = data_type(op, "attn_mask", grad_mask);
-    check_status(
-        op, launch_convert(data_of(mask_sums), data_of(grad_mask), grad_mask.numel(), params.type, mask_type, stream),
-        device);
+    check_status(op, launch_convert(data_of(mask_sums), data_of(grad_mask), grad_mask.numel(), params.type, mask_type, stream),
+                 device);
   }
   return {grad_query, grad_key, grad_value, grad_mask};
 }

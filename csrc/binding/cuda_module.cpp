@@ -3,7 +3,6 @@
 #include <Python.h>
 
 PyMODINIT_FUNC PyInit__cuda() {
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_cuda", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -35,20 +35,13 @@ inline std::string text(const Sizes& sizes) {
 
 inline std::string text(ScalarType type) {
   switch (type) {
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Bool:
-      return "bool";
-    case ScalarType::Long:
-      return "int64";
-    default:
-      return "dtype number " + std::to_string(static_cast<int>(type));
+    case ScalarType::Half: return "float16";
+    case ScalarType::BFloat16: return "bfloat16";
+    case ScalarType::Float: return "float32";
+    case ScalarType::Double: return "float64";
+    case ScalarType::Bool: return "bool";
+    case ScalarType::Long: return "int64";
+    default: return "dtype number " + std::to_string(static_cast<int>(type));
   }
 }
 
@@ -65,22 +58,15 @@ inline Sizes strides_of(const Tensor& tensor) {
 // The dtype that kernels compute for.
 inline DataType data_type(const char* op, const char* argument, const Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case ScalarType::Half:
-      return DataType::kHalf;
-    case ScalarType::BFloat16:
-      return DataType::kBFloat16;
-    case ScalarType::Float:
-      return DataType::kFloat;
-    case ScalarType::Double:
-      return DataType::kDouble;
-    default:
-      fail(op, argument, "dtype float16, bfloat16, float32 or float64", text(tensor.scalar_type()));
+    case ScalarType::Half: return DataType::kHalf;
+    case ScalarType::BFloat16: return DataType::kBFloat16;
+    case ScalarType::Float: return DataType::kFloat;
+    case ScalarType::Double: return DataType::kDouble;
+    default: fail(op, argument, "dtype float16, bfloat16, float32 or float64", text(tensor.scalar_type()));
   }
 }
 
-inline ScalarType accumulator_type(DataType type) {
-  return type == DataType::kDouble ? ScalarType::Double : ScalarType::Float;
-}
+inline ScalarType accumulator_type(DataType type) { return type == DataType::kDouble ? ScalarType::Double : ScalarType::Float; }
 
 // A defined tensor on the given CUDA device with at least `rank` dims, each small enough for 32-bit tile arithmetic.
 inline void check_tensor(const char* op, const char* argument, const Tensor& tensor, int64_t rank, int32_t device) {
@@ -129,9 +115,9 @@ inline Sizes layout_like(const Sizes& sizes, const Tensor& like) {
 
 inline Tensor allocate(const Sizes& sizes, const Sizes& strides, ScalarType type, int32_t device) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
-                                                         strides.data(), static_cast<int32_t>(type),
-                                                         aoti_torch_device_type_cuda(), device, &handle));
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                         static_cast<int32_t>(type), aoti_torch_device_type_cuda(), device,
+                                                         &handle));
   return Tensor(handle);
 }
 
@@ -156,8 +142,7 @@ class Views {
   // (the queries) says how many heads there are, and others may have a divisor of it.
   void broadcast(const char* argument, const Tensor& tensor, int64_t matrix_dims) {
     const Sizes own = batch_of(tensor, matrix_dims);
-    if (enable_gqa_ && own.empty())
-      fail(op_, argument, "at least 3 dims with enable_gqa", "shape " + text(sizes_of(tensor)));
+    if (enable_gqa_ && own.empty()) fail(op_, argument, "at least 3 dims with enable_gqa", "shape " + text(sizes_of(tensor)));
     const bool first = !started_;
     started_ = true;
     if (own.size() > sizes_.size()) sizes_.insert(sizes_.begin(), own.size() - sizes_.size(), 1);
@@ -185,13 +170,11 @@ class Views {
     view.data = data_of(tensor);
     view.row_stride = stride_of(rank - matrix_dims);
     view.col_stride = matrix_dims == 2 ? stride_of(rank - 1) : 0;
-    BatchOperand operand = {batch_of(tensor, matrix_dims), Sizes(strides.begin(), strides.end() - matrix_dims), 1,
-                            &view};
+    BatchOperand operand = {batch_of(tensor, matrix_dims), Sizes(strides.begin(), strides.end() - matrix_dims), 1, &view};
     if (enable_gqa_ && !operand.size.empty() && operand.size.back() > 0) {
       operand.group = std::max<int64_t>(sizes_.back() / operand.size.back(), 1);
     }
-    const int64_t element =
-        static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(tensor.scalar_type())));
+    const int64_t element = static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(tensor.scalar_type())));
     view.vector = view.col_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
     for (size_t dim = 0; dim + 1 < rank; ++dim) view.vector = view.vector && stride_of(dim) * element % 16 == 0;
     operands_.push_back(operand);
@@ -199,8 +182,7 @@ class Views {
 
   void finish(BatchDims& batch) const {
     if (!merge_batch_dims(sizes_, operands_, batch)) {
-      fail(op_, "query", "at most " + std::to_string(kMaxBatchDims) + " leading dims that strides keep apart",
-           text(sizes_));
+      fail(op_, "query", "at most " + std::to_string(kMaxBatchDims) + " leading dims that strides keep apart", text(sizes_));
     }
   }
 

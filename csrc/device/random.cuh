@@ -29,8 +29,7 @@ __device__ __forceinline__ RandomWords philox(uint2 key, uint4 counter) {
 // Sets to zero what dropout drops of the four weights (n, row, col .. col + 3); col is a multiple of 4.
 // Forward and backward call this one function, so they drop the same elements whatever their tiles.
 template <class A>
-__device__ __forceinline__ void drop_quad(A (&weights)[4], const Dropout& dropout, int64_t seed, int64_t n, int row,
-                                          int col) {
+__device__ __forceinline__ void drop_quad(A (&weights)[4], const Dropout& dropout, int64_t seed, int64_t n, int row, int col) {
   const uint64_t key = static_cast<uint64_t>(seed), batch = static_cast<uint64_t>(n);
   const RandomWords random = philox(make_uint2(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)),
                                     make_uint4(static_cast<uint32_t>(col / 4), static_cast<uint32_t>(row),

@@ -18,9 +18,8 @@ __device__ __forceinline__ void load_shared_fragment(nvcuda::wmma::fragment<Use,
 // bfloat16: load_matrix_sync of CUDA 13.0 keeps a generic address, which costs 64 LD and 32 MOVM where 16 LDSM do. The
 // same wmma.load instruction with .shared spelled out: 16x16 elements, four 32-bit registers a lane.
 template <class Use, class Layout>
-__device__ __forceinline__ void load_shared_fragment(
-    nvcuda::wmma::fragment<Use, 16, 16, 16, __nv_bfloat16, Layout>& fragment, const __nv_bfloat16* s_tile,
-    unsigned pitch) {
+__device__ __forceinline__ void load_shared_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, __nv_bfloat16, Layout>& fragment,
+                                                     const __nv_bfloat16* s_tile, unsigned pitch) {
   static_assert(sizeof(fragment.x) == 4 * sizeof(uint32_t), "wmma.load of bf16 m16n16k16 returns four registers");
   uint32_t* r = reinterpret_cast<uint32_t*>(fragment.x);
   const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(s_tile));

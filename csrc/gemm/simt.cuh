@@ -20,56 +20,20 @@ class SimtMultiply {
     }
   }
 
-  // accumulator += A . B over the kK steps of one stage.
-  __device__ __forceinline__ void multiply(const T* s_a, const T* s_b) {
-    const int thread_m = threadIdx.x / kSide, thread_n = threadIdx.x % kSide;
-    if constexpr (Tile::B::major == Major::kInner) {
-      // k is adjacent in both operands: 16 bytes of it per read. Unrolled, this loop spills at 128 registers
-      // (nvcc 13.0).
-      static_assert(Tile::A::major == Major::kInner, "no product has rows of A counted by k but not those of B");
-#pragma unroll 1
-      for (int k = 0; k < Tile::kK; k += kVector) {
-        Vector a[kPerThreadM];
+  // accumulator += A . B over the kK steps of one stage. `meanwhile` is called once, before the first of them.
+  template <class Meanwhile>
+  __device__ __forceinline__ void multiply(const T* s_a, const T* s_b, Meanwhile meanwhile) {
+    meanwhile();
+    if constexpr (kTwoLevels) {
+      T partial[kPerThreadM][kPerThreadN] = {};
+      accumulate(s_a, s_b, partial);
 #pragma unroll
-        for (int i = 0; i < kPerThreadM; ++i)
-          a[i] = read(s_a + owned<typename Tile::A>(thread_m, i) * Tile::A::kPitch + k);
+      for (int i = 0; i < kPerThreadM; ++i) {
 #pragma unroll
-        for (int j = 0; j < kPerThreadN; ++j) {
-          const Vector b = read(s_b + owned<typename Tile::B>(thread_n, j) * Tile::B::kPitch + k);
-#pragma unroll
-          for (int i = 0; i < kPerThreadM; ++i) {
-#pragma unroll
-            for (int e = 0; e < kVector; ++e) accumulator_[i][j] += a[i].value[e] * b.value[e];
-          }
-        }
+        for (int j = 0; j < kPerThreadN; ++j) accumulator_[i][j] += partial[i][j];
       }
     } else {
-      // One step of k at a time: the columns of B are adjacent, those of A may be.
-#pragma unroll 2
-      for (int k = 0; k < Tile::kK; ++k) {
-        T a[kPerThreadM];
-#pragma unroll
-        for (int i = 0; i < kPerThreadM; i += kVector) {
-          if constexpr (Tile::A::major == Major::kInner) {
-#pragma unroll
-            for (int f = 0; f < kVector; ++f)
-              a[i + f] = s_a[owned<typename Tile::A>(thread_m, i + f) * Tile::A::kPitch + k];
-          } else {
-            const Vector vector = read(s_a + k * Tile::A::kPitch + owned<typename Tile::A>(thread_m, i));
-#pragma unroll
-            for (int f = 0; f < kVector; ++f) a[i + f] = vector.value[f];
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kPerThreadN; j += kVector) {
-          const Vector b = read(s_b + k * Tile::B::kPitch + owned<typename Tile::B>(thread_n, j));
-#pragma unroll
-          for (int i = 0; i < kPerThreadM; ++i) {
-#pragma unroll
-            for (int f = 0; f < kVector; ++f) accumulator_[i][j + f] += a[i] * b.value[f];
-          }
-        }
-      }
+      accumulate(s_a, s_b, accumulator_);
     }
   }
 
@@ -87,9 +51,61 @@ class SimtMultiply {
   }
 
  private:
+  __device__ __forceinline__ void accumulate(const T* s_a, const T* s_b, T (&sum)[Tile::kM / 16][Tile::kN / 16]) const {
+    const int thread_m = threadIdx.x / kSide, thread_n = threadIdx.x % kSide;
+    if constexpr (Tile::B::major == Major::kInner) {
+      // k is adjacent in both operands: 16 bytes of it per read. Unrolled, this loop spills at 128 registers
+      // (nvcc 13.0).
+      static_assert(Tile::A::major == Major::kInner, "no product has rows of A counted by k but not those of B");
+#pragma unroll 1
+      for (int k = 0; k < Tile::kK; k += kVector) {
+        Vector a[kPerThreadM];
+#pragma unroll
+        for (int i = 0; i < kPerThreadM; ++i) a[i] = read(s_a + owned<typename Tile::A>(thread_m, i) * Tile::A::kPitch + k);
+#pragma unroll
+        for (int j = 0; j < kPerThreadN; ++j) {
+          const Vector b = read(s_b + owned<typename Tile::B>(thread_n, j) * Tile::B::kPitch + k);
+#pragma unroll
+          for (int i = 0; i < kPerThreadM; ++i) {
+#pragma unroll
+            for (int e = 0; e < kVector; ++e) sum[i][j] += a[i].value[e] * b.value[e];
+          }
+        }
+      }
+    } else {
+      // One step of k at a time: the columns of B are adjacent, those of A may be.
+#pragma unroll 2
+      for (int k = 0; k < Tile::kK; ++k) {
+        T a[kPerThreadM];
+#pragma unroll
+        for (int i = 0; i < kPerThreadM; i += kVector) {
+          if constexpr (Tile::A::major == Major::kInner) {
+#pragma unroll
+            for (int f = 0; f < kVector; ++f) a[i + f] = s_a[owned<typename Tile::A>(thread_m, i + f) * Tile::A::kPitch + k];
+          } else {
+            const Vector vector = read(s_a + k * Tile::A::kPitch + owned<typename Tile::A>(thread_m, i));
+#pragma unroll
+            for (int f = 0; f < kVector; ++f) a[i + f] = vector.value[f];
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kPerThreadN; j += kVector) {
+          const Vector b = read(s_b + k * Tile::B::kPitch + owned<typename Tile::B>(thread_n, j));
+#pragma unroll
+          for (int i = 0; i < kPerThreadM; ++i) {
+#pragma unroll
+            for (int f = 0; f < kVector; ++f) sum[i][j + f] += a[i] * b.value[f];
+          }
+        }
+      }
+    }
+  }
+
   static constexpr int kSide = 16;
   static constexpr int kPerThreadM = Tile::kM / kSide, kPerThreadN = Tile::kN / kSide;
   static constexpr int kVector = 16 / sizeof(T);
+  // float sums each stage by itself before it joins the total: the error of a sum over k grows with its longest chain.
+  static constexpr bool kTwoLevels = sizeof(T) == 4;
   static_assert(Tile::kThreads == kSide * kSide, "threads stand 16 x 16");
   static_assert(Tile::kK % kVector == 0 && kPerThreadM % kVector == 0 && kPerThreadN % kVector == 0, "16-byte reads");
 
@@ -108,9 +124,7 @@ class SimtMultiply {
     }
   }
 
-  static __device__ __forceinline__ Vector read(const T* s_vector) {
-    return *reinterpret_cast<const Vector*>(s_vector);
-  }
+  static __device__ __forceinline__ Vector read(const T* s_vector) { return *reinterpret_cast<const Vector*>(s_vector); }
 
   T accumulator_[kPerThreadM][kPerThreadN];
 };

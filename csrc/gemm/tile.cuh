@@ -24,12 +24,11 @@ constexpr TileShape tile_shape() {
     // Half types: 4 warps of 64x64, 128 accumulators a thread. A larger warp tile would spill (255 registers), a
     // smaller one reads more shared memory per product. k = 32 with 4 buffers is 80 KB at most: two CTAs on an H100 SM
     // (227 KB), one on the cards with 99 KB; k = 64 with 2 buffers takes 72 KB but hides less of the latency.
-    return {128, 128, 32, 4, 128, 2};
+    return {128, 128, 64, 2, 128, 2};
   } else if constexpr (sizeof(T) == 4) {
-    // float on plain cores: 8x8 per thread, so one shared read feeds four multiply-adds. Two CTAs want 128 registers a
-    // thread, which 64 accumulators and the operands just fit; 3 buffers of k = 16 stay below the 66 KB of the staged
-    // tile.
-    return {128, 128, 16, 3, 256, 2};
+    // float on plain cores: 8x8 per thread, so one shared read feeds four multiply-adds. Sums in two levels take 128
+    // accumulators a thread, so one CTA per SM; 3 buffers of k = 16 stay below the 68 KB of the staged tile.
+    return {128, 128, 16, 3, 256, 1};
   } else {
     // double: 4x4 per thread; 8x8 would need 128 registers for accumulators alone.
     return {64, 64, 16, 3, 256, 2};
@@ -67,16 +66,20 @@ struct GemmTile {
   using A = OperandTile<T, kMajorA, kM, kK>;
   using B = OperandTile<T, kMajorB, kN, kK>;
 
-  // The accumulators pass through shared memory on their way out; 16 bytes of padding keep float4 rows aligned.
-  static constexpr int kStagedPitch = kN + 16 / static_cast<int>(sizeof(Acc));
+  // The accumulators pass through shared memory on their way out. 32 bytes of padding: the 8 rows x 32 bytes that a warp
+  // stores of a wmma fragment then fall into distinct banks.
+  static constexpr int kStagedPitch = kN + 32 / static_cast<int>(sizeof(Acc));
 
   struct Stage {
     alignas(32) T a[A::kElements];
     alignas(32) T b[B::kElements];
   };
-  union Shared {
-    Stage stage[kStages];           // during the main loop
-    Acc staged[kM * kStagedPitch];  // after it
+  struct Shared {
+    union {
+      Stage stage[kStages];           // during the main loop
+      Acc staged[kM * kStagedPitch];  // after it
+    };
+    Acc row[kM];  // what the epilogue needs of each row, fetched before the main loop
   };
   static constexpr size_t kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= 99 * 1024, "sm_86 and sm_89 give a CTA 99 KB of shared memory");

@@ -27,8 +27,9 @@ class WmmaMultiply {
     }
   }
 
-  // accumulator += A . B over the kK steps of one stage.
-  __device__ __forceinline__ void multiply(const T* s_a, const T* s_b) {
+  // accumulator += A . B over the kK steps of one stage. `meanwhile` is called once, behind the first fragment loads.
+  template <class Meanwhile>
+  __device__ __forceinline__ void multiply(const T* s_a, const T* s_b, Meanwhile meanwhile) {
 #pragma unroll
     for (int k = 0; k < Tile::kK; k += kFragment) {
       FragmentA a[kFragmentsM];
@@ -36,13 +37,17 @@ class WmmaMultiply {
       for (int i = 0; i < kFragmentsM; ++i) {
         load_shared_fragment(a[i], s_a + position<typename Tile::A>(warp_m_ + i * kFragment, k), Tile::A::kPitch);
       }
+      FragmentB b[kFragmentsN];
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
-        FragmentB b;
-        load_shared_fragment(b, s_b + position<typename Tile::B>(warp_n_ + j * kFragment, k), Tile::B::kPitch);
+        load_shared_fragment(b[j], s_b + position<typename Tile::B>(warp_n_ + j * kFragment, k), Tile::B::kPitch);
+      }
+      if (k == 0) meanwhile();
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
         for (int i = 0; i < kFragmentsM; ++i) {
-          nvcuda::wmma::mma_sync(accumulator_[i][j], a[i], b, accumulator_[i][j]);
+          nvcuda::wmma::mma_sync(accumulator_[i][j], a[i], b[j], accumulator_[i][j]);
         }
       }
     }
@@ -55,15 +60,14 @@ class WmmaMultiply {
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
         float* s_fragment = s_staged + (warp_m_ + i * kFragment) * Tile::kStagedPitch + warp_n_ + j * kFragment;
-        nvcuda::wmma::store_matrix_sync(s_fragment, accumulator_[i][j], Tile::kStagedPitch,
-                                        nvcuda::wmma::mem_row_major);
+        nvcuda::wmma::store_matrix_sync(s_fragment, accumulator_[i][j], Tile::kStagedPitch, nvcuda::wmma::mem_row_major);
       }
     }
   }
 
  private:
   static constexpr int kFragment = 16;
-  static constexpr int kWarpsM = 2, kWarpsN = 2;
+  static constexpr int kWarpsM = 2, kWarpsN = Tile::kThreads / 64;
   static constexpr int kWarpM = Tile::kM / kWarpsM, kWarpN = Tile::kN / kWarpsN;
   static constexpr int kFragmentsM = kWarpM / kFragment, kFragmentsN = kWarpN / kFragment;
   static_assert(Tile::kThreads == 32 * kWarpsM * kWarpsN, "one warp per part of the block tile");

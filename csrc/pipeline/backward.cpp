@@ -66,8 +66,7 @@ Arrays arrays_of(const BackwardParams& params, const SliceShape& shape) {
 }
 
 // P and dS of a slice.
-cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice,
-                            cudaStream_t stream) {
+cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, cudaStream_t stream) {
   QkScoresParams qk = {};
   qk.batch = params.batch;
   qk.slice = slice;
@@ -101,8 +100,7 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
 }
 
 // dQ and mask_grad of a slice of rows.
-cudaError_t make_query_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice,
-                            cudaStream_t stream) {
+cudaError_t make_query_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, cudaStream_t stream) {
   ScoresValuesParams query = {};
   query.batch = params.batch;
   query.slice = slice;
@@ -128,8 +126,7 @@ cudaError_t make_query_grad(const BackwardParams& params, const Arrays& arrays, 
 }
 
 // dV and dK of a slice of keys that holds all query rows and whole groups.
-cudaError_t make_key_value_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice,
-                                cudaStream_t stream) {
+cudaError_t make_key_value_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, cudaStream_t stream) {
   KeyValueGradParams value = {};
   value.batch = params.batch;
   value.slice = slice;
@@ -159,8 +156,8 @@ cudaError_t pass_by_rows(const BackwardParams& params, const BackwardPlan& plan,
   const Arrays arrays = arrays_of(params, shape);
   for (int64_t batch = 0; batch < params.N; batch += shape.batches) {
     for (int64_t row = 0; row < params.L; row += shape.rows) {
-      const Slice slice = {
-          batch, std::min(shape.batches, params.N - batch), row, std::min(shape.rows, params.L - row), 0, params.S};
+      const Slice slice = {batch,   std::min(shape.batches, params.N - batch), row, std::min(shape.rows, params.L - row), 0,
+                           params.S};
       cudaError_t status = make_score_grad(params, arrays, slice, stream);
       if (status == cudaSuccess) status = make_query_grad(params, arrays, slice, stream);
       if (status == cudaSuccess && plan.joint) status = make_key_value_grad(params, arrays, slice, stream);

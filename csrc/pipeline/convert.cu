@@ -34,16 +34,12 @@ cudaError_t launch_typed(const void* in, void* out, int64_t count, cudaStream_t 
 cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
                            cudaStream_t stream) {
   if (type == DataType::kDouble) {
-    return out_type == DataType::kFloat ? launch_typed<float, double>(accumulated, out, count, stream)
-                                        : cudaErrorInvalidValue;
+    return out_type == DataType::kFloat ? launch_typed<float, double>(accumulated, out, count, stream) : cudaErrorInvalidValue;
   }
   switch (out_type) {
-    case DataType::kHalf:
-      return launch_typed<__half, float>(accumulated, out, count, stream);
-    case DataType::kBFloat16:
-      return launch_typed<__nv_bfloat16, float>(accumulated, out, count, stream);
-    default:
-      return cudaErrorInvalidValue;
+    case DataType::kHalf: return launch_typed<__half, float>(accumulated, out, count, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16, float>(accumulated, out, count, stream);
+    default: return cudaErrorInvalidValue;
   }
 }
 

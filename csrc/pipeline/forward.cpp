@@ -74,8 +74,8 @@ cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream) {
   const ForwardSlices plan = plan_forward(params);
   for (int64_t batch = 0; batch < params.N; batch += plan.batches) {
     for (int64_t row = 0; row < params.L; row += plan.rows) {
-      const Slice slice = {
-          batch, std::min(plan.batches, params.N - batch), row, std::min(plan.rows, params.L - row), 0, params.S};
+      const Slice slice = {batch,   std::min(plan.batches, params.N - batch), row, std::min(plan.rows, params.L - row), 0,
+                           params.S};
       const cudaError_t status = run_slice(params, plan, slice, stream);
       if (status != cudaSuccess) return status;
     }

@@ -33,9 +33,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const int first_key = static_cast<int>(p.slice.col_begin) + key_begin;
   const int k_begin = p.causal ? first_key / Tile::kM * Tile::kM : 0;
 
-  TileLoader<Tile, typename Tile::A> left(p.batch, p.left, n, slice_index, key_begin, key_count);
-  TileLoader<Tile, typename Tile::B> right(p.batch, p.right, n, slice_index, col_begin, col_end);
-  multiply_tile<Tile, true>(shared, left, right, k_begin, rows, static_cast<int>(p.group));
+  TileLoader<Tile, typename Tile::A> left(p.batch, p.left, n, slice_index, key_begin, key_count, k_begin, rows);
+  TileLoader<Tile, typename Tile::B> right(p.batch, p.right, n, slice_index, col_begin, col_end, k_begin, rows);
+  multiply_tile<Tile, true>(shared, left, right, rows - k_begin, static_cast<int>(p.group));
 
   const Acc factor = static_cast<Acc>(p.factor);
   T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, n, slice_index);
@@ -61,14 +61,10 @@ cudaError_t launch_typed(const KeyValueGradParams& params, cudaStream_t stream) 
 
 cudaError_t launch_key_value_grad(const KeyValueGradParams& params, cudaStream_t stream) {
   switch (params.type) {
-    case DataType::kHalf:
-      return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16:
-      return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat:
-      return launch_typed<float>(params, stream);
-    case DataType::kDouble:
-      return launch_typed<double>(params, stream);
+    case DataType::kHalf: return launch_typed<__half>(params, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
+    case DataType::kFloat: return launch_typed<float>(params, stream);
+    case DataType::kDouble: return launch_typed<double>(params, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -62,8 +62,7 @@ __global__ void __launch_bounds__(kCtaThreads)
   for (int64_t item = warp; item < extents.matrices_per_entry * rows_summed; item += kWarps) {
     int64_t reduced, summed_row;
     divide(item, rows_summed, reduced, summed_row);
-    const int64_t slice_index =
-        one_to_one ? entry : matrix_index(p.batch, p.mask_grad, entry, reduced) - p.slice.batch_begin;
+    const int64_t slice_index = one_to_one ? entry : matrix_index(p.batch, p.mask_grad, entry, reduced) - p.slice.batch_begin;
     if (slice_index < 0 || slice_index >= p.slice.batch_count) continue;
     const int64_t slice_row = p.rows_kept ? row : summed_row;
     const T* g_row = static_cast<const T*>(p.score_grad.data) +
@@ -105,8 +104,8 @@ cudaError_t launch_typed(const MaskGradParams& params, cudaStream_t stream) {
     (params.mask_grad.batch_stride[dim] != 0 ? kept : reduced) *= params.batch.size[dim];
   }
   if (slice.batch_count == 0 || slice.row_count == 0 || slice.col_count == 0) return cudaSuccess;
-  const Extents extents = {params.rows_kept ? slice.row_count : 1,
-                           params.cols_kept ? ceil_div(slice.col_count, kCols) : 1, reduced};
+  const Extents extents = {params.rows_kept ? slice.row_count : 1, params.cols_kept ? ceil_div(slice.col_count, kCols) : 1,
+                           reduced};
   const int64_t blocks = (reduced == 1 ? slice.batch_count : kept) * extents.rows * extents.col_tiles;
   for (int64_t first = 0; first < blocks; first += kMaxBlocks) {
     const int64_t count = blocks - first < kMaxBlocks ? blocks - first : kMaxBlocks;
@@ -121,14 +120,10 @@ cudaError_t launch_typed(const MaskGradParams& params, cudaStream_t stream) {
 
 cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream) {
   switch (params.type) {
-    case DataType::kHalf:
-      return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16:
-      return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat:
-      return launch_typed<float>(params, stream);
-    case DataType::kDouble:
-      return launch_typed<double>(params, stream);
+    case DataType::kHalf: return launch_typed<__half>(params, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
+    case DataType::kFloat: return launch_typed<float>(params, stream);
+    case DataType::kDouble: return launch_typed<double>(params, stream);
   }
   return cudaErrorInvalidValue;
 }

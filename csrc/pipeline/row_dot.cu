@@ -14,8 +14,7 @@ namespace {
 constexpr int kCtaThreads = 256, kRowsPerCta = kCtaThreads / 32;
 
 template <class T>
-__global__ void __launch_bounds__(kCtaThreads)
-    row_dot_kernel(const __grid_constant__ RowDotParams p, int64_t first_row) {
+__global__ void __launch_bounds__(kCtaThreads) row_dot_kernel(const __grid_constant__ RowDotParams p, int64_t first_row) {
   using Acc = Accumulator<T>;
   const int64_t flat_row = first_row + static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / 32;
   if (flat_row >= p.N * p.L) return;  // a whole warp
@@ -63,14 +62,10 @@ cudaError_t launch_typed(const RowDotParams& params, cudaStream_t stream) {
 
 cudaError_t launch_row_dot(const RowDotParams& params, cudaStream_t stream) {
   switch (params.type) {
-    case DataType::kHalf:
-      return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16:
-      return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat:
-      return launch_typed<float>(params, stream);
-    case DataType::kDouble:
-      return launch_typed<double>(params, stream);
+    case DataType::kHalf: return launch_typed<__half>(params, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
+    case DataType::kFloat: return launch_typed<float>(params, stream);
+    case DataType::kDouble: return launch_typed<double>(params, stream);
   }
   return cudaErrorInvalidValue;
 }

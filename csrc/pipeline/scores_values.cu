@@ -29,48 +29,48 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
   const int visible = static_cast<int>(p.slice.row_begin) + row_begin + Tile::kM;  // keys 0 .. the tile's last row
   const int k_end = p.causal ? min(keys, visible) : keys;
 
-  TileLoader<Tile, typename Tile::A> weights(p.batch, p.weights, n, tile.batch, row_begin, row_count);
-  TileLoader<Tile, typename Tile::B> values(p.batch, p.values, n, tile.batch, col_begin, col_end);
-  multiply_tile<Tile>(shared, weights, values, 0, k_end);
-
+  // factor / row_sum, and 0 for a row whose sum is 0. Visible to all threads from the main loop's barriers on.
   const Acc factor = static_cast<Acc>(p.factor);
-  const bool divided = p.row_sum.data != nullptr;
-  const Acc* g_row_sum =
-      divided ? static_cast<const Acc*>(p.row_sum.data) + batch_offset(p.batch, p.row_sum, n, tile.batch) : nullptr;
-  T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, n, tile.batch);
+  const Acc* g_row_sum = nullptr;
+  if (p.row_sum.data != nullptr) {
+    g_row_sum = static_cast<const Acc*>(p.row_sum.data) + batch_offset(p.batch, p.row_sum, n, tile.batch);
+  }
+  for (int row = threadIdx.x; row < min(Tile::kM, row_count - row_begin); row += Tile::kThreads) {
+    const Acc sum = g_row_sum == nullptr ? Acc(1) : g_row_sum[(row_begin + row) * p.row_sum.row_stride];
+    shared.row[row] = sum == Acc(0) ? Acc(0) : factor / sum;
+  }
 
-  for_each_quad<Tile>(shared, row_count - row_begin, col_end - col_begin,
-                      [&](int tile_row, int tile_col, const Acc(&product)[4]) {
-                        const int64_t row = row_begin + tile_row;
-                        const Acc sum = divided ? g_row_sum[row * p.row_sum.row_stride] : Acc(1);
-                        const Acc row_factor = divided ? factor / sum : factor;
-                        Acc x[4];
+  TileLoader<Tile, typename Tile::A> weights(p.batch, p.weights, n, tile.batch, row_begin, row_count, 0, k_end);
+  TileLoader<Tile, typename Tile::B> values(p.batch, p.values, n, tile.batch, col_begin, col_end, 0, k_end);
+  multiply_tile<Tile>(shared, weights, values, k_end);
+
+  T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, n, tile.batch) +
+             (p.slice.row_begin + row_begin) * p.out.row_stride + col_begin * p.out.col_stride;
+  const int cols = col_end - col_begin;
+  for_each_quad<Tile>(shared, row_count - row_begin, cols, [&](int row, int col, const Acc(&product)[4]) {
+    const Acc row_factor = shared.row[row];
+    Acc x[4];
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) x[e] = sum == Acc(0) ? Acc(0) : product[e] * row_factor;
-                        T* g_row = g_out + (p.slice.row_begin + row) * p.out.row_stride;
-                        store_quad(g_row, col_begin + tile_col, col_end, p.out.col_stride, p.out.vector, x);
-                      });
+    for (int e = 0; e < 4; ++e) x[e] = row_factor == Acc(0) ? Acc(0) : product[e] * row_factor;
+    store_quad(g_out + row * p.out.row_stride, col, cols, p.out.col_stride, p.out.vector, x);
+  });
 }
 
 template <class T>
 cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) {
   using Tile = RowsByCols<T>;
-  return launch_tiles<Tile>(scores_values_kernel<Tile>, params, params.slice.row_count, params.Ev,
-                            params.slice.batch_count, stream);
+  return launch_tiles<Tile>(scores_values_kernel<Tile>, params, params.slice.row_count, params.Ev, params.slice.batch_count,
+                            stream);
 }
 
 }  // namespace
 
 cudaError_t launch_scores_values(const ScoresValuesParams& params, cudaStream_t stream) {
   switch (params.type) {
-    case DataType::kHalf:
-      return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16:
-      return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat:
-      return launch_typed<float>(params, stream);
-    case DataType::kDouble:
-      return launch_typed<double>(params, stream);
+    case DataType::kHalf: return launch_typed<__half>(params, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
+    case DataType::kFloat: return launch_typed<float>(params, stream);
+    case DataType::kDouble: return launch_typed<double>(params, stream);
   }
   return cudaErrorInvalidValue;
 }
