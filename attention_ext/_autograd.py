@@ -31,8 +31,8 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = torch.ops.attention_ext.sdpa_forward.default(
-                query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
-                allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel=kernel,
+                query, key, value, attn_mask, seed, dropout_p, is_causal, kernel, scale=scale, enable_gqa=enable_gqa,
+                allow_tf32=allow_tf32, workspace_bytes=workspace_bytes,
             )  # fmt: skip
         return out, lse
 
@@ -50,8 +50,8 @@ class Attention(torch.autograd.Function):
             return (None,) * 13
         grads = torch.ops.attention_ext.sdpa_backward.default(
             torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, attn_mask, out, lse,
-            seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
-            deterministic=deterministic, mask_grad=ctx.needs_input_grad[3], workspace_bytes=workspace_bytes, kernel=kernel,
+            seed, dropout_p, is_causal, kernel, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
+            deterministic=deterministic, mask_grad=ctx.needs_input_grad[3], workspace_bytes=workspace_bytes,
         )  # fmt: skip
         wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return (*wanted, *(None,) * 9)

@@ -97,7 +97,9 @@ class Problem:
         """(..., Hq, R, X) @ (..., Hk, X, Y) -> (..., Hq, R, Y)."""
         if rows.shape[:-2] == matrix.shape[:-2]:
             return rows @ matrix
-        grouped = rows.reshape(*matrix.shape[:-2], -1, rows.size(-1))  # (..., Hk, G * R, X)
+        groups = matrix.shape[:-2]
+        height = math.prod(rows.shape[:-1]) // max(1, math.prod(groups))  # G * R; no -1, which a size of 0 leaves undecided
+        grouped = rows.reshape(*groups, height, rows.size(-1))
         return (grouped @ matrix).reshape(*rows.shape[:-1], matrix.size(-1))
 
     def product_over_rows(self, left: Tensor, right: Tensor, like: Tensor) -> Tensor:
@@ -126,6 +128,15 @@ class Problem:
         return keep.to(self.acc) * (1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0)
 
 
+def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax over the last dim, 0 in rows of -inf, and the log-sum-exp."""
+    top = x.amax(-1, keepdim=True) if x.size(-1) else x.new_full((*x.shape[:-1], 1), -math.inf)
+    top = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(x - top)
+    total = weights.sum(-1, keepdim=True)
+    return weights / total.masked_fill(total == 0.0, 1.0), (total.log() + top).squeeze(-1)
+
+
 def forward(
     query: Tensor,
     key: Tensor,
@@ -142,16 +153,11 @@ def forward(
     out, lse = output_like(query, value, scores)
     blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
     for rows in blocks:
-        x = blocks.scores(rows)
-        top = x.amax(-1, keepdim=True) if blocks.S else x.new_full((*x.shape[:-1], 1), -math.inf)
-        top = top.masked_fill(top == -math.inf, 0.0)
-        weights = torch.exp(x - top)
-        total = weights.sum(-1, keepdim=True)
+        weights, row_lse = _softmax(blocks.scores(rows))
         kept = blocks.kept(rows)
         weights = weights if kept is None else weights * kept
-        part = blocks.product(weights, blocks.value) / total.masked_fill(total == 0.0, 1.0)
-        out[..., rows.start : rows.stop, :] = part
-        lse[..., rows.start : rows.stop] = (total.log() + top).squeeze(-1)
+        out[..., rows.start : rows.stop, :] = blocks.product(weights, blocks.value)
+        lse[..., rows.start : rows.stop] = row_lse
     return out, lse
 
 
@@ -162,7 +168,6 @@ def backward(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    lse: Tensor,
     seed: Tensor | None,
     dropout_p: float,
     is_causal: bool,
@@ -171,18 +176,17 @@ def backward(
     mask_grad: bool,
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and (if mask_grad) mask, with P recomputed from lse block by block."""
+    """The gradients of query, key, value and (if mask_grad) mask, with P recomputed block by block."""
     blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
     acc = blocks.acc
     d_query = like_order(query, list(query.shape))
     d_key, d_value = (torch.zeros_like(t, dtype=acc, memory_format=torch.contiguous_format) for t in (key, value))
     with_mask = mask is not None and mask_grad
     d_mask = torch.zeros(mask.shape, dtype=acc) if mask is not None and with_mask else query.new_empty(0)
-    visible_lse = lse.masked_fill(lse == -math.inf, 0.0)
     for rows in blocks:
         part = slice(rows.start, rows.stop)
         g = grad_out[..., part, :].to(acc)
-        weights = torch.exp(blocks.scores(rows) - visible_lse[..., part, None])
+        weights = _softmax(blocks.scores(rows))[0]  # not exp(x - lse): a large lse has lost the sum's share of it
         kept = blocks.kept(rows)
         d_weights = blocks.product(g, blocks.value.mT)
         d_weights = d_weights if kept is None else d_weights * kept

@@ -58,17 +58,26 @@ struct Dropout {
   double keep_scale;    // 1 / (1 - p), and 0 for p = 1
 };
 
-// Scores of one slice: scale * query . key, mask, causal. With `lse` set the result is exp(score - lse) instead.
+// What stage 1 writes: scores in the accumulator type; exp(score - lse) in the tensors' dtype; or, half types only,
+// exp(score - maximum of its segment) in the tensors' dtype with the segments' maxima and sums.
+enum class ScoresAs : int32_t { kScores, kProbabilities, kExponentials };
+constexpr int kSegment = 64;  // keys
+
+// Scores of one slice: scale * query . key, mask, causal.
 struct QkScoresParams {
   BatchDims batch;
   Slice slice;
-  int64_t E;
+  int64_t L, E;
   double scale;
-  MatrixView query;  // (N, L, E)
-  MatrixView key;    // (N / group, S, E)
-  MatrixView mask;   // broadcasts to (N, L, S)
-  MatrixView lse;    // (N, L), column unused; data null: plain scores
-  MatrixView out;    // slice (batch_count, row_count, col_count): scores in the accumulator type, or probabilities in `type`
+  MatrixView query;        // (N, L, E)
+  MatrixView key;          // (N / group, S, E)
+  MatrixView mask;         // broadcasts to (N, L, S)
+  MatrixView lse;          // (N, L), column unused; for probabilities
+  const void* norm;        // (N, L) contiguous, accumulator type: factor of a row's probabilities; null: 1
+  MatrixView out;          // slice (batch_count, row_count, col_count)
+  MatrixView segment_max;  // slice (batch_count, row_count, segments), accumulator type; for exponentials
+  MatrixView segment_sum;  // the same
+  ScoresAs output;
   DataType type;
   MaskType mask_type;
   bool causal;
@@ -83,6 +92,20 @@ struct RowSoftmaxParams {
   MatrixView weights;  // slice (batch_count, row_count, S), `type`; may start at the same address as scores
   MatrixView row_sum;  // slice (batch_count, row_count), accumulator type, column unused
   MatrixView lse;      // (N, L), accumulator type, column unused
+  Dropout dropout;
+  DataType type;
+  bool causal;
+};
+
+// Exponentials relative to their segments' maxima -> the same relative to the row maximum, in place; row sums, log-sum-exp.
+struct SegmentSoftmaxParams {
+  BatchDims batch;
+  Slice slice;
+  MatrixView weights;      // slice (batch_count, row_count, col_count), half type
+  MatrixView segment_max;  // slice (batch_count, row_count, segments), float
+  MatrixView segment_sum;  // the same
+  MatrixView row_sum;      // slice (batch_count, row_count), float, column unused
+  MatrixView lse;          // (N, L), float, column unused
   Dropout dropout;
   DataType type;
   bool causal;
@@ -111,6 +134,18 @@ struct RowDotParams {
   MatrixView grad_lse;  // (N, L), column unused; data null: absent
   void* delta;          // (N, L) contiguous, accumulator type
   DataType type;
+};
+
+// Makes the probabilities of whole rows sum to 1, where they do not: a large log-sum-exp, rounded to the accumulator type, leaves
+// exp(score - lse) off by a factor common to the row. norm[n, i] is that factor, 1 where the sum is right within T's precision.
+struct RowNormParams {
+  BatchDims batch;
+  Slice slice;  // all keys
+  int64_t L;
+  MatrixView probabilities;  // slice (batch_count, row_count, S), `type`
+  void* norm;                // (N, L) contiguous, accumulator type
+  DataType type;
+  bool causal;
 };
 
 // dS = P * (keep * keep_scale * (grad_out . value^T) - delta). With dropout, P is overwritten with keep * P.
@@ -187,6 +222,7 @@ struct BackwardParams {
   int64_t grad_key_bytes, grad_value_bytes;  // of the two dense outputs, for clearing them when there is no query
   MatrixView mask_grad;                      // mask's own shape, accumulator type, zeroed by the caller; data null: not wanted
   bool mask_rows_kept, mask_cols_kept;
+  void* norm;   // (N, L) scratch, accumulator type
   void* delta;  // (N, L) scratch, accumulator type
   Dropout dropout;
   DataType type;
@@ -199,8 +235,10 @@ struct BackwardParams {
 // One kernel each.
 cudaError_t launch_qk_scores(const QkScoresParams& params, cudaStream_t stream);
 cudaError_t launch_row_softmax(const RowSoftmaxParams& params, cudaStream_t stream);
+cudaError_t launch_segment_softmax(const SegmentSoftmaxParams& params, cudaStream_t stream);
 cudaError_t launch_scores_values(const ScoresValuesParams& params, cudaStream_t stream);
 cudaError_t launch_row_dot(const RowDotParams& params, cudaStream_t stream);
+cudaError_t launch_row_norm(const RowNormParams& params, cudaStream_t stream);
 cudaError_t launch_score_grad(const ScoreGradParams& params, cudaStream_t stream);
 cudaError_t launch_key_value_grad(const KeyValueGradParams& params, cudaStream_t stream);
 cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream);

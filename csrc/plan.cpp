@@ -33,9 +33,8 @@ bool kernel_by_name(const std::string& name, Kernel& kernel) {
 
 Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   const int64_t rows = problem.B * problem.Hq * problem.L;
-  const int64_t accumulator = problem.element_size == 8 ? 8 : 4;
   const int64_t bytes =
-      rows == 0 ? 0 : forward_slices(problem.B * problem.Hq, problem.L, problem.S, accumulator, workspace_cap).bytes;
+      rows == 0 ? 0 : forward_slices(problem.B * problem.Hq, problem.L, problem.S, problem.element_size, workspace_cap).bytes;
   return {Kernel::kPipeline, "it takes every shape, dtype, mask and stride", bytes, false};
 }
 

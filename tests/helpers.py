@@ -67,6 +67,9 @@ def torch_own(inputs: list[Tensor | None], grad_out: Tensor | None, want: Tensor
     def formula(q, k, v, mask, *, is_causal, scale, enable_gqa):
         return reference.attention(q, k, v, mask, is_causal, scale, enable_gqa, dtype=q.dtype, device=q.device)[0]
 
+    # Fresh copies where memory is not aligned: PyTorch's CUDA kernels take such operands for aligned ones, which ends in an error
+    # that no later call of the process survives.
+    inputs = [t if t is None or t.data_ptr() % 16 == 0 else t.detach().clone() for t in inputs]
     for op in (F.scaled_dot_product_attention, math, formula):
         try:
             out, grads = run(op, leaves(*inputs), grad_out, is_causal=causal, scale=scale, enable_gqa=gqa)

@@ -46,7 +46,7 @@ def problem(name: str, dtype: torch.dtype, device: str) -> tuple[list[Tensor | N
     q, k, v = qkv(**sizes, dtype=dtype, device=device)
     L, S, heads = q.size(-2), k.size(-2), q.size(-3) if q.dim() > 2 else 1
     keep = torch.rand(L, S) < 0.6
-    keep[:, 0], keep[L // 2] = True, False  # the other rows are alive
+    keep[:, 0], keep[L // 2] = True, False  # one dead row
     mask = {
         "bool": lambda: keep,
         "same": lambda: normal(L, S, dtype=dtype).masked_fill(~keep, float("-inf")),

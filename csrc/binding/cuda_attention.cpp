@@ -48,8 +48,8 @@ Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int3
 }
 
 std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
-                                        double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
-                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel) {
+                                        double dropout_p, bool is_causal, std::string kernel, std::optional<double> scale,
+                                        bool enable_gqa, bool /*allow_tf32*/, int64_t workspace_bytes) {
   const char* op = "sdpa_forward";
   ForwardParams params = {};
   params.type = check_inputs(op, query, key, &value);
@@ -94,9 +94,9 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
                                                          Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
                                                          OptionalTensor seed, double dropout_p, bool is_causal,
-                                                         std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
-                                                         bool /*deterministic: always*/, bool mask_grad,
-                                                         int64_t workspace_bytes, std::string kernel) {
+                                                         std::string kernel, std::optional<double> scale, bool enable_gqa,
+                                                         bool /*allow_tf32*/, bool /*deterministic: always*/, bool mask_grad,
+                                                         int64_t workspace_bytes) {
   const char* op = "sdpa_backward";
   if (kernel != "auto" && kernel != "pipeline") fail(op, "kernel", "\"auto\" or \"pipeline\"", "\"" + kernel + "\"");
   BackwardParams params = {};
@@ -146,7 +146,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   Tensor grad_query = allocate(sizes_of(query), layout_like(sizes_of(query), query), type, device);
   Tensor grad_key = allocate(key_sizes, layout_like(key_sizes, key), type, device);
   Tensor grad_value = allocate(value_sizes, layout_like(value_sizes, value), type, device);
-  Tensor delta = allocate_bytes(params.N * params.L * accumulator_bytes(params.type), device);
+  const int64_t row_bytes = params.N * params.L * accumulator_bytes(params.type);
+  Tensor row_values = allocate_bytes(2 * row_bytes, device);  // delta and norm
 
   views.add(params.query, query);
   views.add(params.key, key);
@@ -165,7 +166,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   Tensor grad_mask, mask_sums;
   if (mask_grad) {
     if (params.mask_type == MaskType::kNone || params.mask_type == MaskType::kBool) {
-      fail(op, "attn_mask", "a floating point mask with mask_grad", params.mask_type == MaskType::kNone ? "None" : "bool");
+      fail(op, "mask_grad", "False where attn_mask is None or of dtype bool", "True");
     }
     const Sizes sizes = sizes_of(*attn_mask), strides = layout_like(sizes, *attn_mask);
     grad_mask = allocate(sizes, strides, attn_mask->scalar_type(), device);
@@ -181,7 +182,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   views.finish(params.batch);
   params.grad_key_bytes = grad_key.numel() * element_bytes(params.type);
   params.grad_value_bytes = grad_value.numel() * element_bytes(params.type);
-  params.delta = data_of(delta);
+  params.delta = data_of(row_values);
+  params.norm = static_cast<char*>(params.delta) + row_bytes;
   params.workspace_bytes = workspace_bytes;
   Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
   params.workspace = data_of(workspace);

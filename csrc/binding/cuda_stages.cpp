@@ -30,6 +30,7 @@ Tensor qk_scores(Tensor query, Tensor key, OptionalTensor attn_mask, bool is_cau
   params.scale = scale_or_default(scale, params.E);
   params.causal = is_causal;
   params.write_hidden_tiles = true;
+  params.output = ScoresAs::kScores;
 
   const Sizes sizes = views.with({L, S});
   Tensor scores = allocate(sizes, contiguous_strides(sizes), accumulator_type(params.type), device);

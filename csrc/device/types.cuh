@@ -69,17 +69,20 @@ __device__ __forceinline__ void load_quad(Accumulator<T> (&out)[4], const T* row
   }
 }
 
+// Writes an aligned quad.
+template <class T>
+__device__ __forceinline__ void store_whole_quad(T* quad_of_row, const Accumulator<T> (&in)[4]) {
+  Quad<T> quad;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) quad.value[e] = from_accumulator<T>(in[e]);
+  *reinterpret_cast<Quad<T>*>(quad_of_row) = quad;
+}
+
 // Writes the quad at columns [col, col + 4) of a row, nothing from `end` on; `vector` as above.
 template <class T>
 __device__ __forceinline__ void store_quad(T* row, int col, int end, int64_t col_stride, bool vector,
                                            const Accumulator<T> (&in)[4]) {
-  if (vector && col + 4 <= end) {
-    Quad<T> quad;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) quad.value[e] = from_accumulator<T>(in[e]);
-    *reinterpret_cast<Quad<T>*>(row + col) = quad;
-    return;
-  }
+  if (vector && col + 4 <= end) return store_whole_quad(row + col, in);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     if (col + e < end) row[(col + e) * col_stride] = from_accumulator<T>(in[e]);

@@ -1,4 +1,8 @@
-// wmma fragment loads that are known to read shared memory, so that they become ldmatrix (LDSM) instructions.
+// wmma fragment loads from a 32-bit address in shared memory, so that they become ldmatrix (LDSM) instructions.
+//
+// nvcuda::wmma::load_matrix_sync takes a generic pointer: for bfloat16 nvcc 13.0 then emits 64 LD and 32 MOVM where 16 LDSM do,
+// and for both types it converts the address anew at every load. This is the same wmma.load instruction with .shared spelled
+// out. A 16x16 fragment takes eight 32-bit registers a lane for half, four for bfloat16.
 #pragma once
 
 #include <mma.h>
@@ -8,44 +12,40 @@
 
 namespace attention_ext {
 
-// half: nvcc sees through the pointer by itself.
-template <class Use, class Layout>
-__device__ __forceinline__ void load_shared_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, __half, Layout>& fragment,
-                                                     const __half* s_tile, unsigned pitch) {
-  nvcuda::wmma::load_matrix_sync(fragment, s_tile, pitch);
-}
+#define ATTENTION_EXT_WMMA_LOAD_HALF(USE, LAYOUT)                                                                             \
+  asm volatile("wmma.load." USE ".sync.aligned." LAYOUT ".m16n16k16.shared.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, [%8], %9;\n" \
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]), "=r"(r[4]), "=r"(r[5]), "=r"(r[6]), "=r"(r[7])               \
+               : "r"(s_tile), "n"(kPitch)                                                                                     \
+               : "memory")
+#define ATTENTION_EXT_WMMA_LOAD_BFLOAT16(USE, LAYOUT)                                                          \
+  asm volatile("wmma.load." USE ".sync.aligned." LAYOUT ".m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;\n" \
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])                                                \
+               : "r"(s_tile), "n"(kPitch)                                                                      \
+               : "memory")
 
-// bfloat16: load_matrix_sync of CUDA 13.0 keeps a generic address, which costs 64 LD and 32 MOVM where 16 LDSM do. The
-// same wmma.load instruction with .shared spelled out: 16x16 elements, four 32-bit registers a lane.
-template <class Use, class Layout>
-__device__ __forceinline__ void load_shared_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, __nv_bfloat16, Layout>& fragment,
-                                                     const __nv_bfloat16* s_tile, unsigned pitch) {
-  static_assert(sizeof(fragment.x) == 4 * sizeof(uint32_t), "wmma.load of bf16 m16n16k16 returns four registers");
-  uint32_t* r = reinterpret_cast<uint32_t*>(fragment.x);
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(s_tile));
+// kPitch: elements from one row (column) of the tile to the next.
+template <unsigned kPitch, class Use, class T, class Layout>
+__device__ __forceinline__ void load_shared_fragment(nvcuda::wmma::fragment<Use, 16, 16, 16, T, Layout>& fragment,
+                                                     uint32_t s_tile) {
+  constexpr bool kIsHalf = std::is_same_v<T, __half>;
   constexpr bool kIsA = std::is_same_v<Use, nvcuda::wmma::matrix_a>;
   constexpr bool kIsRow = std::is_same_v<Layout, nvcuda::wmma::row_major>;
-  if constexpr (kIsA && kIsRow) {
-    asm volatile("wmma.load.a.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;\n"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address), "r"(pitch)
-                 : "memory");
-  } else if constexpr (kIsA) {
-    asm volatile("wmma.load.a.sync.aligned.col.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;\n"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address), "r"(pitch)
-                 : "memory");
-  } else if constexpr (kIsRow) {
-    asm volatile("wmma.load.b.sync.aligned.row.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;\n"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address), "r"(pitch)
-                 : "memory");
+  static_assert(sizeof(fragment.x) == (kIsHalf ? 8 : 4) * sizeof(uint32_t), "what wmma.load m16n16k16 returns");
+  uint32_t* r = reinterpret_cast<uint32_t*>(fragment.x);
+  if constexpr (kIsHalf) {
+    if constexpr (kIsA && kIsRow) ATTENTION_EXT_WMMA_LOAD_HALF("a", "row");
+    if constexpr (kIsA && !kIsRow) ATTENTION_EXT_WMMA_LOAD_HALF("a", "col");
+    if constexpr (!kIsA && kIsRow) ATTENTION_EXT_WMMA_LOAD_HALF("b", "row");
+    if constexpr (!kIsA && !kIsRow) ATTENTION_EXT_WMMA_LOAD_HALF("b", "col");
   } else {
-    asm volatile("wmma.load.b.sync.aligned.col.m16n16k16.shared.bf16 {%0, %1, %2, %3}, [%4], %5;\n"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address), "r"(pitch)
-                 : "memory");
+    if constexpr (kIsA && kIsRow) ATTENTION_EXT_WMMA_LOAD_BFLOAT16("a", "row");
+    if constexpr (kIsA && !kIsRow) ATTENTION_EXT_WMMA_LOAD_BFLOAT16("a", "col");
+    if constexpr (!kIsA && kIsRow) ATTENTION_EXT_WMMA_LOAD_BFLOAT16("b", "row");
+    if constexpr (!kIsA && !kIsRow) ATTENTION_EXT_WMMA_LOAD_BFLOAT16("b", "col");
   }
 }
+
+#undef ATTENTION_EXT_WMMA_LOAD_HALF
+#undef ATTENTION_EXT_WMMA_LOAD_BFLOAT16
 
 }  // namespace attention_ext

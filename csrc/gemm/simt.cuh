@@ -3,6 +3,7 @@
 // of shared memory meet no bank conflict.
 #pragma once
 
+#include "../device/cp_async.cuh"
 #include "tile.cuh"
 
 namespace attention_ext {
@@ -20,10 +21,12 @@ class SimtMultiply {
     }
   }
 
-  // accumulator += A . B over the kK steps of one stage. `meanwhile` is called once, before the first of them.
+  // accumulator += A . B over the kK of one step; shared addresses of the two operands' tiles. `meanwhile` is called once, first.
   template <class Meanwhile>
-  __device__ __forceinline__ void multiply(const T* s_a, const T* s_b, Meanwhile meanwhile) {
+  __device__ __forceinline__ void multiply(uint32_t s_a_address, uint32_t s_b_address, Meanwhile meanwhile) {
     meanwhile();
+    const T* s_a = static_cast<const T*>(shared_pointer(s_a_address));
+    const T* s_b = static_cast<const T*>(shared_pointer(s_b_address));
     if constexpr (kTwoLevels) {
       T partial[kPerThreadM][kPerThreadN] = {};
       accumulate(s_a, s_b, partial);
@@ -37,15 +40,27 @@ class SimtMultiply {
     }
   }
 
-  // Writes the thread's elements, row-major with pitch Tile::kStagedPitch.
-  __device__ __forceinline__ void store(T* s_staged) const {
+  // Calls epilogue(row, col, values) for quads of columns of the block tile, col a multiple of 4; rows from `rows` and columns
+  // from `cols` on are left out (a quad that begins below `cols` is handed out whole). All threads take part.
+  template <bool kWhole, class Epilogue>
+  __device__ __forceinline__ void for_each_quad(typename Tile::Shared& shared, int rows, int cols, Epilogue epilogue) const {
+    constexpr int kQuadsPerRow = Tile::kN / 4, kRowsPerPass = Tile::kThreads / kQuadsPerRow;
     const int thread_m = threadIdx.x / kSide, thread_n = threadIdx.x % kSide;
+    const int pass_row = threadIdx.x / kQuadsPerRow, col = threadIdx.x % kQuadsPerRow * 4;
+    T* s_strip = shared.strip[0];
 #pragma unroll
     for (int i = 0; i < kPerThreadM; ++i) {
+      __syncthreads();  // the strip before has been read
 #pragma unroll
       for (int j = 0; j < kPerThreadN; ++j) {
-        s_staged[owned<typename Tile::A>(thread_m, i) * Tile::kStagedPitch + owned<typename Tile::B>(thread_n, j)] =
-            accumulator_[i][j];
+        s_strip[thread_m * Tile::kStripPitch + owned<typename Tile::B>(thread_n, j)] = accumulator_[i][j];
+      }
+      __syncthreads();  // the strip is written: row t of it is the i-th row that threads t own
+#pragma unroll 2
+      for (int strip_row = pass_row; strip_row < Tile::kStripRows; strip_row += kRowsPerPass) {
+        const int row = owned<typename Tile::A>(strip_row, i);
+        const Quad<T> quad = *reinterpret_cast<const Quad<T>*>(s_strip + strip_row * Tile::kStripPitch + col);
+        if (row < rows && col < cols) epilogue(row, col, quad.value);
       }
     }
   }
@@ -106,7 +121,7 @@ class SimtMultiply {
   static constexpr int kVector = 16 / sizeof(T);
   // float sums each stage by itself before it joins the total: the error of a sum over k grows with its longest chain.
   static constexpr bool kTwoLevels = sizeof(T) == 4;
-  static_assert(Tile::kThreads == kSide * kSide, "threads stand 16 x 16");
+  static_assert(Tile::kThreads == kSide * kSide && kSide == Tile::kStripRows, "threads stand 16 x 16");
   static_assert(Tile::kK % kVector == 0 && kPerThreadM % kVector == 0 && kPerThreadN % kVector == 0, "16-byte reads");
 
   struct alignas(16) Vector {

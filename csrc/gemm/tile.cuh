@@ -54,6 +54,12 @@ struct OperandTile {
   static_assert(kElements * sizeof(T) % 32 == 0, "wmma needs tiles on 32-byte boundaries");
 };
 
+// Up to two numbers that an epilogue needs of each row of its tile.
+template <class Acc>
+struct RowValues {
+  Acc first, second;
+};
+
 template <class T_, Major kMajorA, Major kMajorB>
 struct GemmTile {
   using T = T_;
@@ -66,9 +72,13 @@ struct GemmTile {
   using A = OperandTile<T, kMajorA, kM, kK>;
   using B = OperandTile<T, kMajorB, kN, kK>;
 
-  // The accumulators pass through shared memory on their way out. 32 bytes of padding: the 8 rows x 32 bytes that a warp
-  // stores of a wmma fragment then fall into distinct banks.
-  static constexpr int kStagedPitch = kN + 32 / static_cast<int>(sizeof(Acc));
+  // Accumulators pass through shared memory on their way out, a strip of 16 rows at a time: each warp's own 16 x 64 for wmma,
+  // all threads' 16 x kN on plain cores. 32 bytes of padding: the 8 rows x 32 bytes that a warp stores of a wmma fragment then
+  // fall into distinct banks.
+  static constexpr int kStripRows = 16;
+  static constexpr int kStripCols = sizeof(T) == 2 ? 64 : kN;
+  static constexpr int kStripPitch = kStripCols + 32 / static_cast<int>(sizeof(Acc));
+  static constexpr int kStrips = sizeof(T) == 2 ? kThreads / 32 : 1;
 
   struct Stage {
     alignas(32) T a[A::kElements];
@@ -76,14 +86,13 @@ struct GemmTile {
   };
   struct Shared {
     union {
-      Stage stage[kStages];           // during the main loop
-      Acc staged[kM * kStagedPitch];  // after it
+      Stage stage[kStages];                                      // during the main loop
+      alignas(32) Acc strip[kStrips][kStripRows * kStripPitch];  // after it
     };
-    Acc row[kM];  // what the epilogue needs of each row, fetched before the main loop
+    RowValues<Acc> row[kM];  // what the epilogue needs of each row
   };
   static constexpr size_t kSharedBytes = sizeof(Shared);
   static_assert(kSharedBytes <= 99 * 1024, "sm_86 and sm_89 give a CTA 99 KB of shared memory");
-  static_assert(kThreads % (kN / 4) == 0, "the epilogue gives whole rows of quads to the threads");
 };
 
 // Products and their layouts: rows of both operands along k; k along A's rows and B's columns; k counting rows of both.
@@ -101,7 +110,7 @@ struct TileIndex {
 
 // Consecutive CTAs walk down groups of 8 row tiles before they step to the next column tile: the CTAs that run at the
 // same time then share few panels of A and B, which stay in L2.
-__device__ __forceinline__ TileIndex tile_of_block(unsigned block, int m_tiles, int n_tiles, int64_t first_batch) {
+__device__ __forceinline__ TileIndex tile_of(unsigned block, int m_tiles, int n_tiles, int64_t first_batch) {
   constexpr unsigned kGroup = 8;
   const unsigned per_batch = static_cast<unsigned>(m_tiles) * n_tiles;
   const unsigned batch = block / per_batch, tile = block - batch * per_batch;
@@ -112,8 +121,8 @@ __device__ __forceinline__ TileIndex tile_of_block(unsigned block, int m_tiles, 
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Launches kernel(params, m_tiles, n_tiles, first_batch) over all tiles of `batches` matrices, in as many launches as
-// the one-dimensional grid limit asks for (one, in all but absurd cases).
+// Launches kernel(params, m_tiles, n_tiles, first_batch) over all tiles of `batches` matrices, one CTA each, in as many launches
+// as the one-dimensional grid limit asks for (one, in all but absurd cases).
 template <class Tile, class Params>
 cudaError_t launch_tiles(void (*kernel)(Params, int, int, int64_t), const Params& params, int64_t rows, int64_t cols,
                          int64_t batches, cudaStream_t stream) {

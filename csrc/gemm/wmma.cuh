@@ -27,20 +27,21 @@ class WmmaMultiply {
     }
   }
 
-  // accumulator += A . B over the kK steps of one stage. `meanwhile` is called once, behind the first fragment loads.
+  // accumulator += A . B over the kK of one step; shared addresses of the two operands' tiles. `meanwhile` is called once, while
+  // the first fragments are on their way.
   template <class Meanwhile>
-  __device__ __forceinline__ void multiply(const T* s_a, const T* s_b, Meanwhile meanwhile) {
+  __device__ __forceinline__ void multiply(uint32_t s_a, uint32_t s_b, Meanwhile meanwhile) {
 #pragma unroll
     for (int k = 0; k < Tile::kK; k += kFragment) {
       FragmentA a[kFragmentsM];
-#pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i) {
-        load_shared_fragment(a[i], s_a + position<typename Tile::A>(warp_m_ + i * kFragment, k), Tile::A::kPitch);
-      }
       FragmentB b[kFragmentsN];
 #pragma unroll
+      for (int i = 0; i < kFragmentsM; ++i) {
+        load_shared_fragment<Tile::A::kPitch>(a[i], s_a + position<typename Tile::A>(warp_m_ + i * kFragment, k));
+      }
+#pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
-        load_shared_fragment(b[j], s_b + position<typename Tile::B>(warp_n_ + j * kFragment, k), Tile::B::kPitch);
+        load_shared_fragment<Tile::B::kPitch>(b[j], s_b + position<typename Tile::B>(warp_n_ + j * kFragment, k));
       }
       if (k == 0) meanwhile();
 #pragma unroll
@@ -53,16 +54,42 @@ class WmmaMultiply {
     }
   }
 
-  // Writes the warp's part of the block tile, row-major with pitch Tile::kStagedPitch.
-  __device__ __forceinline__ void store(float* s_staged) const {
+  // Calls visit(s_strip, row, col) with strips of 16 rows by 64 columns of the block tile in shared memory, row-major with pitch
+  // Tile::kStripPitch; row and col are those of the strip's first element. Each warp by itself, with its own strips.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_strip(typename Tile::Shared& shared, Visit visit) const {
+    static_assert(kWarpN == Tile::kStripCols && kFragment == Tile::kStripRows, "a strip holds a warp's row of fragments");
+    float* s_strip = shared.strip[threadIdx.x / 32];
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
+      __syncwarp();  // the strip before has been read
 #pragma unroll
       for (int j = 0; j < kFragmentsN; ++j) {
-        float* s_fragment = s_staged + (warp_m_ + i * kFragment) * Tile::kStagedPitch + warp_n_ + j * kFragment;
-        nvcuda::wmma::store_matrix_sync(s_fragment, accumulator_[i][j], Tile::kStagedPitch, nvcuda::wmma::mem_row_major);
+        nvcuda::wmma::store_matrix_sync(s_strip + j * kFragment, accumulator_[i][j], Tile::kStripPitch,
+                                        nvcuda::wmma::mem_row_major);
       }
+      __syncwarp();  // the strip is written
+      visit(s_strip, warp_m_ + i * kFragment, warp_n_);
     }
+  }
+
+  // Calls epilogue(row, col, values) for quads of columns of the block tile, col a multiple of 4; rows from `rows` and columns
+  // from `cols` on are left out (a quad that begins below `cols` is handed out whole). kWhole: none is to be left out.
+  template <bool kWhole, class Epilogue>
+  __device__ __forceinline__ void for_each_quad(typename Tile::Shared& shared, int rows, int cols, Epilogue epilogue) const {
+    constexpr int kQuadsPerRow = kWarpN / 4, kRowsPerPass = 32 / kQuadsPerRow;
+    constexpr int kUnroll = kWhole ? kFragment / kRowsPerPass : 2;
+    const int lane = threadIdx.x % 32, lane_row = lane / kQuadsPerRow, lane_col = lane % kQuadsPerRow * 4;
+    for_each_strip(shared, [&](const float* s_strip, int strip_row, int strip_col) {
+      const int col = strip_col + lane_col;
+#pragma unroll kUnroll
+      for (int pass = 0; pass < kFragment; pass += kRowsPerPass) {
+        const int row = strip_row + lane_row + pass;
+        const Quad<float> quad =
+            *reinterpret_cast<const Quad<float>*>(s_strip + (lane_row + pass) * Tile::kStripPitch + lane_col);
+        if (kWhole || (row < rows && col < cols)) epilogue(row, col, quad.value);
+      }
+    });
   }
 
  private:
@@ -80,9 +107,10 @@ class WmmaMultiply {
   using FragmentB = nvcuda::wmma::fragment<nvcuda::wmma::matrix_b, kFragment, kFragment, kFragment, T, LayoutB>;
   using FragmentC = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, kFragment, kFragment, kFragment, float>;
 
+  // Bytes from the beginning of a tile.
   template <class Operand>
-  static __device__ __forceinline__ int position(int extent, int k) {
-    return Operand::major == Major::kInner ? extent * Operand::kPitch + k : k * Operand::kPitch + extent;
+  static __device__ __forceinline__ uint32_t position(int extent, int k) {
+    return (Operand::major == Major::kInner ? extent * Operand::kPitch + k : k * Operand::kPitch + extent) * sizeof(T);
   }
 
   FragmentC accumulator_[kFragmentsM][kFragmentsN];

@@ -16,6 +16,8 @@
 namespace attention_ext {
 namespace {
 
+constexpr int64_t kKeyGranule = 8;
+
 struct SliceShape {
   int64_t batches, rows, cols;
   int64_t array_bytes(int64_t element) const {
@@ -38,19 +40,19 @@ BackwardPlan plan_backward(const BackwardParams& params) {
   BackwardPlan plan = {};
   plan.joint = rows_in_budget / params.L >= params.group;
   if (plan.joint) {
-    const int64_t groups = even_piece(params.N / params.group, rows_in_budget / (params.L * params.group), 1);
+    const int64_t groups = even_piece(params.N / params.group, rows_in_budget / (params.L * params.group), 1, 1);
     plan.by_rows = {groups * params.group, params.L, params.S};
     plan.bytes = 2 * plan.by_rows.array_bytes(element);
     return plan;
   }
   if (rows_in_budget >= params.L) {
-    plan.by_rows = {even_piece(params.N, rows_in_budget / params.L, 1), params.L, params.S};
+    plan.by_rows = {even_piece(params.N, rows_in_budget / params.L, 1, 1), params.L, params.S};
   } else {
-    plan.by_rows = {1, even_piece(params.L, rows_in_budget, kSliceTile), params.S};
+    plan.by_rows = {1, even_piece(params.L, rows_in_budget, 1, kSliceTile), params.S};
   }
-  // A slice narrower than its pitch of 8 would save nothing.
-  const int64_t cols_in_budget = std::max<int64_t>(budget / (params.group * params.L) / 8 * 8, 8);
-  plan.by_keys = {params.group, params.L, even_piece(params.S, cols_in_budget, kSliceTile)};
+  // Slices of keys begin at multiples of 8: dropout draws four keys at a time, and a pitch below 8 would save nothing.
+  const int64_t cols_in_budget = std::max(budget / (params.group * params.L) / kKeyGranule * kKeyGranule, kKeyGranule);
+  plan.by_keys = {params.group, params.L, even_piece(params.S, cols_in_budget, kKeyGranule, kSliceTile)};
   plan.bytes = 2 * std::max(plan.by_rows.array_bytes(element), plan.by_keys.array_bytes(element));
   return plan;
 }
@@ -65,23 +67,40 @@ Arrays arrays_of(const BackwardParams& params, const SliceShape& shape) {
   return {slice_view(workspace, shape.rows, pitch, true), slice_view(workspace + bytes, shape.rows, pitch, true)};
 }
 
-// P and dS of a slice.
-cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, cudaStream_t stream) {
+// P and dS of a slice. Whole rows (a slice of pass A) find the rows' norms, slices of keys (pass B) use them.
+cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, bool whole_rows,
+                            cudaStream_t stream) {
   QkScoresParams qk = {};
   qk.batch = params.batch;
   qk.slice = slice;
+  qk.L = params.L;
   qk.E = params.E;
   qk.scale = params.scale;
   qk.query = params.query;
   qk.key = params.key;
   qk.mask = params.mask;
   qk.lse = params.lse;
+  qk.norm = whole_rows ? nullptr : params.norm;
+  qk.output = ScoresAs::kProbabilities;
   qk.out = arrays.probabilities;
   qk.type = params.type;
   qk.mask_type = params.mask_type;
   qk.causal = params.causal;
-  const cudaError_t status = launch_qk_scores(qk, stream);
+  cudaError_t status = launch_qk_scores(qk, stream);
   if (status != cudaSuccess) return status;
+
+  if (whole_rows) {
+    RowNormParams norm = {};
+    norm.batch = params.batch;
+    norm.slice = slice;
+    norm.L = params.L;
+    norm.probabilities = arrays.probabilities;
+    norm.norm = params.norm;
+    norm.type = params.type;
+    norm.causal = params.causal;
+    status = launch_row_norm(norm, stream);
+    if (status != cudaSuccess) return status;
+  }
 
   ScoreGradParams grad = {};
   grad.batch = params.batch;
@@ -158,7 +177,7 @@ cudaError_t pass_by_rows(const BackwardParams& params, const BackwardPlan& plan,
     for (int64_t row = 0; row < params.L; row += shape.rows) {
       const Slice slice = {batch,   std::min(shape.batches, params.N - batch), row, std::min(shape.rows, params.L - row), 0,
                            params.S};
-      cudaError_t status = make_score_grad(params, arrays, slice, stream);
+      cudaError_t status = make_score_grad(params, arrays, slice, true, stream);
       if (status == cudaSuccess) status = make_query_grad(params, arrays, slice, stream);
       if (status == cudaSuccess && plan.joint) status = make_key_value_grad(params, arrays, slice, stream);
       if (status != cudaSuccess) return status;
@@ -173,7 +192,7 @@ cudaError_t pass_by_keys(const BackwardParams& params, const BackwardPlan& plan,
   for (int64_t batch = 0; batch < params.N; batch += shape.batches) {
     for (int64_t col = 0; col < params.S; col += shape.cols) {
       const Slice slice = {batch, shape.batches, 0, params.L, col, std::min(shape.cols, params.S - col)};
-      cudaError_t status = make_score_grad(params, arrays, slice, stream);
+      cudaError_t status = make_score_grad(params, arrays, slice, false, stream);
       if (status == cudaSuccess) status = make_key_value_grad(params, arrays, slice, stream);
       if (status != cudaSuccess) return status;
     }

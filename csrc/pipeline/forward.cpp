@@ -1,8 +1,5 @@
-// Forward driver: scores, softmax and weights . values for one slice of the (N, L) rows after another, so that the
-// workspace stays under its cap whatever the shape. Pure host code.
-//
-// Workspace of a slice: scores (batches, rows, pitch) in the accumulator type, overwritten in place by weights in the
-// tensors' dtype (whose rows keep the scores' pitch in bytes), then the row sums (batches, rows).
+// Forward driver: scores, softmax and weights . values for one slice of the (N, L) rows after another, so that the workspace
+// stays under its cap whatever the shape. Pure host code. forward_slices.h says how the workspace is laid out.
 #include "../params.h"
 #include "forward_slices.h"
 #include "slice_view.h"
@@ -10,16 +7,19 @@
 namespace attention_ext {
 namespace {
 
+static_assert(kSegment == kSegmentKeys, "kernels and workspace agree on segments");
+
 ForwardSlices plan_forward(const ForwardParams& params) {
-  return forward_slices(params.N, params.L, params.S, accumulator_bytes(params.type), params.workspace_bytes);
+  return forward_slices(params.N, params.L, params.S, element_bytes(params.type), params.workspace_bytes);
 }
 
-cudaError_t run_slice(const ForwardParams& params, const ForwardSlices& plan, const Slice& slice, cudaStream_t stream) {
-  const int64_t weights_per_score = accumulator_bytes(params.type) / element_bytes(params.type);
+// Stages 1 and 2: leaves weights and row sums in the workspace.
+cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan, const Slice& slice, const MatrixView& weights,
+                         const MatrixView& row_sum, cudaStream_t stream) {
   char* workspace = static_cast<char*>(params.workspace);
-  const MatrixView scores = slice_view(workspace, plan.rows, plan.pitch, true);
-  const MatrixView weights = slice_view(workspace, plan.rows, plan.pitch * weights_per_score, true);
-  const MatrixView row_sum = slice_view(workspace + plan.row_sum_at, plan.rows, 1, false);
+  const bool by_segments = plan.segments > 0;
+  const MatrixView segment_max = slice_view(workspace + plan.segment_max_at, plan.rows, plan.segments, false);
+  const MatrixView segment_sum = slice_view(workspace + plan.segment_sum_at, plan.rows, plan.segments, false);
 
   QkScoresParams qk = {};
   qk.batch = params.batch;
@@ -29,24 +29,48 @@ cudaError_t run_slice(const ForwardParams& params, const ForwardSlices& plan, co
   qk.query = params.query;
   qk.key = params.key;
   qk.mask = params.mask;
-  qk.out = scores;
+  qk.out = weights;
+  qk.segment_max = segment_max;
+  qk.segment_sum = segment_sum;
+  qk.output = by_segments ? ScoresAs::kExponentials : ScoresAs::kScores;
   qk.type = params.type;
   qk.mask_type = params.mask_type;
   qk.causal = params.causal;
-  cudaError_t status = launch_qk_scores(qk, stream);
+  const cudaError_t status = launch_qk_scores(qk, stream);
   if (status != cudaSuccess) return status;
 
+  if (by_segments) {
+    SegmentSoftmaxParams softmax = {};
+    softmax.batch = params.batch;
+    softmax.slice = slice;
+    softmax.weights = weights;
+    softmax.segment_max = segment_max;
+    softmax.segment_sum = segment_sum;
+    softmax.row_sum = row_sum;
+    softmax.lse = params.lse;
+    softmax.dropout = params.dropout;
+    softmax.type = params.type;
+    softmax.causal = params.causal;
+    return launch_segment_softmax(softmax, stream);
+  }
   RowSoftmaxParams softmax = {};
   softmax.batch = params.batch;
   softmax.slice = slice;
-  softmax.scores = scores;
+  softmax.scores = weights;
   softmax.weights = weights;
   softmax.row_sum = row_sum;
   softmax.lse = params.lse;
   softmax.dropout = params.dropout;
   softmax.type = params.type;
   softmax.causal = params.causal;
-  status = launch_row_softmax(softmax, stream);
+  return launch_row_softmax(softmax, stream);
+}
+
+cudaError_t run_slice(const ForwardParams& params, const ForwardSlices& plan, const Slice& slice, cudaStream_t stream) {
+  char* workspace = static_cast<char*>(params.workspace);
+  const MatrixView weights = slice_view(workspace, plan.rows, plan.pitch, true);
+  const MatrixView row_sum = slice_view(workspace + plan.row_sum_at, plan.rows, 1, false);
+  const cudaError_t status = make_weights(params, plan, slice, weights, row_sum, stream);
   if (status != cudaSuccess) return status;
 
   ScoresValuesParams product = {};

@@ -13,40 +13,68 @@ namespace attention_ext {
 namespace {
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    key_value_grad_kernel(const __grid_constant__ KeyValueGradParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+struct KeyValueGradWork {
   using T = typename Tile::T;
   using Acc = typename Tile::Acc;
-  extern __shared__ __align__(128) unsigned char s_bytes[];
-  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
 
-  const TileIndex tile = tile_of_block(blockIdx.x, m_tiles, n_tiles, first_batch);
-  const int64_t slice_index = tile.batch * p.group;  // of the key head's first query head
-  const int64_t n = p.slice.batch_begin + slice_index;
-  const int key_begin = tile.m * Tile::kM;  // from the beginning of the slice, as left counts
-  const int key_count = static_cast<int>(p.slice.col_count);
-  const int col_begin = tile.n * Tile::kN, col_end = static_cast<int>(p.width);
-  const int rows = static_cast<int>(p.slice.row_count);
-  // Row tiles above this one were not written: every key of this tile is hidden from them. Row tiles and key tiles have
-  // the same size, and a row tile that holds the tile's first key was written.
+  const KeyValueGradParams& p;
+  int m_tiles, n_tiles;
+  int64_t first_batch;
+
+  struct Place {
+    int64_t n, slice_index;  // of the key head's first query head
+    int key, col;            // of the tile's first element; keys from the beginning of the slice, as left counts
+    int keys, cols;          // that exist from there on
+    int row_begin;           // of the product's k, which counts query rows
+  };
+  // Causal: row tiles above row_begin were not written, since every key of this tile is hidden from them; the row tile that
+  // holds the tile's first key was.
   static_assert(Tile::kM == Tile::kN, "the row tile of a key's diagonal is found by rounding down");
-  const int first_key = static_cast<int>(p.slice.col_begin) + key_begin;
-  const int k_begin = p.causal ? first_key / Tile::kM * Tile::kM : 0;
+  __device__ __forceinline__ Place place() const {
+    const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
+    Place at;
+    at.slice_index = index.batch * p.group;
+    at.n = p.slice.batch_begin + at.slice_index;
+    at.key = index.m * Tile::kM;
+    at.col = index.n * Tile::kN;
+    at.keys = static_cast<int>(p.slice.col_count) - at.key;
+    at.cols = static_cast<int>(p.width) - at.col;
+    at.row_begin = p.causal ? (static_cast<int>(p.slice.col_begin) + at.key) / Tile::kM * Tile::kM : 0;
+    return at;
+  }
 
-  TileLoader<Tile, typename Tile::A> left(p.batch, p.left, n, slice_index, key_begin, key_count, k_begin, rows);
-  TileLoader<Tile, typename Tile::B> right(p.batch, p.right, n, slice_index, col_begin, col_end, k_begin, rows);
-  multiply_tile<Tile, true>(shared, left, right, rows - k_begin, static_cast<int>(p.group));
+  __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& left,
+                                     TileLoader<Tile, typename Tile::B>& right) const {
+    const Place at = place();
+    const int rows = static_cast<int>(p.slice.row_count);
+    left.aim(at.n, at.slice_index, at.key, at.key + at.keys, at.row_begin, rows);
+    right.aim(at.n, at.slice_index, at.col, at.col + at.cols, at.row_begin, rows);
+    return steps_of<Tile>(rows - at.row_begin) * static_cast<int>(p.group);
+  }
 
-  const Acc factor = static_cast<Acc>(p.factor);
-  T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, n, slice_index);
-  for_each_quad<Tile>(shared, key_count - key_begin, col_end - col_begin,
-                      [&](int tile_row, int tile_col, const Acc(&product)[4]) {
-                        Acc x[4];
+  __device__ __forceinline__ RowValues<Acc> fetch_row(int) const { return {}; }
+  __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> values) const { return values; }
+
+  __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
+    const Place at = place();
+    const Acc factor = static_cast<Acc>(p.factor);
+    T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
+               (p.slice.col_begin + at.key) * p.out.row_stride + at.col * p.out.col_stride;
+    product.template for_each_quad<false>(shared, at.keys, at.cols, [&](int row, int col, const Acc(&sum)[4]) {
+      Acc x[4];
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) x[e] = factor * product[e];
-                        T* g_row = g_out + static_cast<int64_t>(first_key + tile_row) * p.out.row_stride;
-                        store_quad(g_row, col_begin + tile_col, col_end, p.out.col_stride, p.out.vector, x);
-                      });
+      for (int e = 0; e < 4; ++e) x[e] = factor * sum[e];
+      store_quad(g_out + row * p.out.row_stride, col, at.cols, p.out.col_stride, p.out.vector, x);
+    });
+  }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    key_value_grad_kernel(const __grid_constant__ KeyValueGradParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+  const KeyValueGradWork<Tile> work = {p, m_tiles, n_tiles, first_batch};
+  run_tile<Tile, true>(work, TileLoader<Tile, typename Tile::A>(p.batch, p.left),
+                       TileLoader<Tile, typename Tile::B>(p.batch, p.right));
 }
 
 template <class T>

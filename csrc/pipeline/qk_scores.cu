@@ -1,5 +1,7 @@
 // Stage 1: scores = scale * query . key^T + mask, -inf where the bool mask or causality hides a key, for one slice.
-// In the backward the same product ends in probabilities exp(score - lse) instead.
+// For half types the forward takes them as exponentials instead: exp(score - maximum of its segment of 64 keys) in half
+// precision, with the segments' maxima and sums in float, which halves what is written and spares stage 2 a pass. In the backward
+// the same product ends in probabilities exp(score - lse).
 //
 // Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: scale, mask, causal
 // select, store. Tiles wholly above the diagonal return at once. Grid: one CTA per block tile of every matrix of the
@@ -28,58 +30,68 @@ __device__ __forceinline__ void add_mask(Acc (&x)[4], const MatrixView& mask, in
   }
 }
 
-template <class Tile, bool kProbabilities>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    qk_scores_kernel(const __grid_constant__ QkScoresParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+template <class Tile, ScoresAs kOutput>
+struct ScoresWork {
   using T = typename Tile::T;
   using Acc = typename Tile::Acc;
-  using Out = std::conditional_t<kProbabilities, T, Acc>;
-  extern __shared__ __align__(128) unsigned char s_bytes[];
-  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
+  using Out = std::conditional_t<kOutput == ScoresAs::kScores, Acc, T>;
 
-  const TileIndex tile = tile_of_block(blockIdx.x, m_tiles, n_tiles, first_batch);
-  const int64_t n = p.slice.batch_begin + tile.batch;
-  const int row_begin = static_cast<int>(p.slice.row_begin) + tile.m * Tile::kM;
-  const int row_end = static_cast<int>(p.slice.row_begin + p.slice.row_count);
-  const int col_begin = static_cast<int>(p.slice.col_begin) + tile.n * Tile::kN;
-  const int col_end = static_cast<int>(p.slice.col_begin + p.slice.col_count);
-  const bool hidden = p.causal && col_begin > row_begin + Tile::kM - 1;
-  if (hidden && !p.write_hidden_tiles) return;
+  const QkScoresParams& p;
+  int m_tiles, n_tiles;
+  int64_t first_batch;
 
-  if constexpr (kProbabilities) {  // the log-sum-exp of each row, visible to all threads from the main loop's barriers on
-    const Acc* g_lse = static_cast<const Acc*>(p.lse.data) + batch_offset(p.batch, p.lse, n, tile.batch);
-    for (int row = threadIdx.x; row < min(Tile::kM, row_end - row_begin); row += Tile::kThreads) {
-      shared.row[row] = g_lse[(row_begin + row) * p.lse.row_stride];
+  struct Place {
+    int64_t n, slice_index;
+    int slice_row, slice_col;  // of the tile's first element, from the beginning of the slice
+    int row, col;              // the same as query and key numbers
+    int rows, cols;            // that exist from there on
+    bool hidden;               // wholly above the diagonal
+  };
+  __device__ __forceinline__ Place place() const {
+    const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
+    Place at;
+    at.n = p.slice.batch_begin + index.batch;
+    at.slice_index = index.batch;
+    at.slice_row = index.m * Tile::kM;
+    at.slice_col = index.n * Tile::kN;
+    at.row = static_cast<int>(p.slice.row_begin) + at.slice_row;
+    at.col = static_cast<int>(p.slice.col_begin) + at.slice_col;
+    at.rows = static_cast<int>(p.slice.row_count) - at.slice_row;
+    at.cols = static_cast<int>(p.slice.col_count) - at.slice_col;
+    at.hidden = p.causal && at.col > at.row + Tile::kM - 1;
+    return at;
+  }
+
+  __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& query, TileLoader<Tile, typename Tile::B>& key) const {
+    const Place at = place();
+    const int E = at.hidden ? 0 : static_cast<int>(p.E);
+    query.aim(at.n, at.slice_index, at.row, at.row + at.rows, 0, E);
+    key.aim(at.n, at.slice_index, at.col, at.col + at.cols, 0, E);
+    return steps_of<Tile>(E);
+  }
+
+  // For probabilities: the row's log-sum-exp, and what makes its probabilities sum to 1.
+  __device__ __forceinline__ RowValues<Acc> fetch_row(int row) const {
+    RowValues<Acc> values = {0, 1};
+    if constexpr (kOutput == ScoresAs::kProbabilities) {
+      const Place at = place();
+      if (row < at.rows) {
+        const Acc* g_lse = static_cast<const Acc*>(p.lse.data) + batch_offset(p.batch, p.lse, at.n, at.slice_index);
+        values.first = g_lse[(at.row + row) * p.lse.row_stride];
+        if (p.norm != nullptr) values.second = static_cast<const Acc*>(p.norm)[at.n * p.L + at.row + row];
+      }
     }
+    return values;
   }
-  const int E = hidden ? 0 : static_cast<int>(p.E);
-  TileLoader<Tile, typename Tile::A> query(p.batch, p.query, n, tile.batch, row_begin, row_end, 0, E);
-  TileLoader<Tile, typename Tile::B> key(p.batch, p.key, n, tile.batch, col_begin, col_end, 0, E);
-  multiply_tile<Tile>(shared, query, key, E);
+  __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> values) const { return values; }
 
-  const Acc scale = static_cast<Acc>(p.scale);
-  const int64_t mask_offset = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, n, tile.batch);
-  const Acc* g_lse =
-      kProbabilities ? static_cast<const Acc*>(p.lse.data) + batch_offset(p.batch, p.lse, n, tile.batch) : nullptr;
-  Out* g_out = static_cast<Out*>(p.out.data) + batch_offset(p.batch, p.out, n, tile.batch);
-
-  const int out_rows = row_end - row_begin, out_cols = static_cast<int>(p.slice.col_count) - tile.n * Tile::kN;
-  g_out += tile.m * Tile::kM * p.out.row_stride + tile.n * Tile::kN * p.out.col_stride;
-  const bool diagonal = p.causal && col_begin + Tile::kN - 1 > row_begin;
-  if (!kProbabilities && p.mask_type == MaskType::kNone && !diagonal) {  // every key of the tile is visible
-    for_each_quad<Tile>(shared, out_rows, out_cols, [&](int row, int col, const Acc(&product)[4]) {
-      Acc x[4];
+  // x = the scores of a quad: scaled, masked, -inf where a key is hidden or does not exist.
+  __device__ __forceinline__ void finish_scores(const Place& at, int64_t mask_offset, int tile_row, int tile_col,
+                                                const Acc (&dot)[4], Acc (&x)[4]) const {
+    const int row = at.row + tile_row, col = at.col + tile_col, col_end = at.col + at.cols;
+    const Acc scale = static_cast<Acc>(p.scale);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = scale * product[e];
-      store_quad(g_out + row * p.out.row_stride, col, out_cols, p.out.col_stride, p.out.vector, x);
-    });
-    return;
-  }
-  for_each_quad<Tile>(shared, out_rows, out_cols, [&](int tile_row, int tile_col, const Acc(&product)[4]) {
-    const int row = row_begin + tile_row, col = col_begin + tile_col;
-    Acc x[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = scale * product[e];
+    for (int e = 0; e < 4; ++e) x[e] = scale * dot[e];
     const int64_t mask_row = mask_offset + row * p.mask.row_stride;
     switch (p.mask_type) {
       case MaskType::kNone: break;
@@ -87,29 +99,129 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
       case MaskType::kSameAsQuery: add_mask<T, Acc, T>(x, p.mask, mask_row, col, col_end); break;
       case MaskType::kFloat: add_mask<T, Acc, float>(x, p.mask, mask_row, col, col_end); break;
     }
-    if (p.causal) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (col + e > row) x[e] = negative_infinity(Acc(0));
+    for (int e = 0; e < 4; ++e) {
+      if ((p.causal && col + e > row) || col + e >= col_end) x[e] = negative_infinity(Acc(0));
+    }
+  }
+
+  __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
+    const Place at = place();
+    if (at.hidden && !p.write_hidden_tiles) return;
+    Out* g_out = static_cast<Out*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
+                 at.slice_row * p.out.row_stride + at.slice_col * p.out.col_stride;
+    const int64_t mask_offset = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
+    // Every key of the tile exists and is visible: the scores are the scaled products.
+    const bool plain = p.mask_type == MaskType::kNone && !(p.causal && at.col + Tile::kN - 1 > at.row) && at.rows >= Tile::kM &&
+                       at.cols >= Tile::kN;
+    if constexpr (kOutput == ScoresAs::kExponentials) {
+      if (plain) {
+        store_exponentials<true>(at, mask_offset, g_out, product, shared);
+      } else {
+        store_exponentials<false>(at, mask_offset, g_out, product, shared);
       }
-    }
-    if constexpr (kProbabilities) {
-      // A row without a visible key has lse -inf, and probability 0 rather than exp(-inf + inf).
-      const Acc lse = shared.row[tile_row];
-      const bool dead = lse == negative_infinity(Acc(0));
+    } else {
+      product.template for_each_quad<false>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&dot)[4]) {
+        Acc x[4];
+        finish_scores(at, mask_offset, row, col, dot, x);
+        if constexpr (kOutput == ScoresAs::kProbabilities) {
+          // A row without a visible key has lse -inf, and probability 0 rather than exp(-inf + inf).
+          const Acc lse = shared.row[row].first, norm = shared.row[row].second;
+          const bool dead = lse == negative_infinity(Acc(0));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = dead ? Acc(0) : exp_difference<T>(x[e], lse);
+          for (int e = 0; e < 4; ++e) x[e] = dead ? Acc(0) : exp_difference<T>(x[e], lse) * norm;
+        }
+        store_quad(g_out + row * p.out.row_stride, col, at.cols, p.out.col_stride, p.out.vector, x);
+      });
     }
-    store_quad(g_out + tile_row * p.out.row_stride, tile_col, out_cols, p.out.col_stride, p.out.vector, x);
-  });
+  }
+
+  // A strip is one segment wide. Two lanes share a row, quad by quad in turn: maximum and sum of the segment stay in their
+  // registers but for one shuffle. The exponentials go back through the strip, so that rows are stored 16 bytes at a time.
+  template <bool kPlain>
+  __device__ __forceinline__ void store_exponentials(const Place& at, int64_t mask_offset, Out* g_out,
+                                                     const Multiply<Tile>& product, typename Tile::Shared& shared) const {
+    static_assert(Tile::kStripCols == kSegment && Tile::kStripRows == 16, "two lanes a row, one segment wide");
+    constexpr int kQuads = kSegment / 8, kChunk = 8, kHalfPitch = kSegment + 8;
+    const int lane = threadIdx.x % 32, lane_row = lane / 2;
+    const Acc scale = static_cast<Acc>(p.scale);
+    product.for_each_strip(shared, [&](float* s_strip, int strip_row, int strip_col) {
+      const int row = strip_row + lane_row;
+      Acc x[kQuads][4];
+      Acc max = negative_infinity(Acc(0));
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+        const int col = (2 * quad + lane % 2) * 4;
+        const Quad<float> dot = *reinterpret_cast<const Quad<float>*>(s_strip + lane_row * Tile::kStripPitch + col);
+        if constexpr (kPlain) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[quad][e] = scale * dot.value[e];
+        } else if (row < at.rows && strip_col + col < at.cols) {
+          finish_scores(at, mask_offset, row, strip_col + col, dot.value, x[quad]);
+        } else {
+          x[quad][0] = x[quad][1] = x[quad][2] = x[quad][3] = negative_infinity(Acc(0));
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) max = maximum(max, x[quad][e]);
+      }
+      max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
+      const Acc reference = max == negative_infinity(Acc(0)) ? Acc(0) : max;
+      __syncwarp();  // the strip has been read
+
+      T* s_half = reinterpret_cast<T*>(s_strip);
+      Acc sum = 0;
+#pragma unroll
+      for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[quad][e] = exp_difference<T>(x[quad][e], reference);
+          sum += x[quad][e];
+        }
+        store_whole_quad(s_half + lane_row * kHalfPitch + (2 * quad + lane % 2) * 4, x[quad]);
+      }
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      if (lane % 2 == 0 && row < at.rows && strip_col < at.cols) {
+        const int64_t segment = at.slice_index * p.segment_max.slice_stride + (at.slice_row + row) * p.segment_max.row_stride +
+                                (at.slice_col + strip_col) / kSegment;
+        static_cast<Acc*>(p.segment_max.data)[segment] = max;
+        static_cast<Acc*>(p.segment_sum.data)[segment] = sum;
+      }
+      __syncwarp();  // the exponentials are there
+#pragma unroll
+      for (int chunk = lane; chunk < Tile::kStripRows * kSegment / kChunk; chunk += 32) {
+        const int chunk_row = chunk / (kSegment / kChunk), chunk_col = chunk % (kSegment / kChunk) * kChunk;
+        // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
+        if (kPlain || (strip_row + chunk_row < at.rows && strip_col + chunk_col < at.cols)) {
+          *reinterpret_cast<uint4*>(g_out + (strip_row + chunk_row) * p.out.row_stride + strip_col + chunk_col) =
+              *reinterpret_cast<const uint4*>(s_half + chunk_row * kHalfPitch + chunk_col);
+        }
+      }
+    });
+  }
+};
+
+template <class Tile, ScoresAs kOutput>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    qk_scores_kernel(const __grid_constant__ QkScoresParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+  const ScoresWork<Tile, kOutput> work = {p, m_tiles, n_tiles, first_batch};
+  run_tile<Tile>(work, TileLoader<Tile, typename Tile::A>(p.batch, p.query),
+                 TileLoader<Tile, typename Tile::B>(p.batch, p.key));
 }
 
 template <class T>
 cudaError_t launch_typed(const QkScoresParams& params, cudaStream_t stream) {
   using Tile = RowsByRows<T>;
   const Slice& slice = params.slice;
-  auto* kernel = params.lse.data == nullptr ? qk_scores_kernel<Tile, false> : qk_scores_kernel<Tile, true>;
-  return launch_tiles<Tile>(kernel, params, slice.row_count, slice.col_count, slice.batch_count, stream);
+  const auto launch = [&](auto* kernel) {
+    return launch_tiles<Tile>(kernel, params, slice.row_count, slice.col_count, slice.batch_count, stream);
+  };
+  switch (params.output) {
+    case ScoresAs::kScores: return launch(qk_scores_kernel<Tile, ScoresAs::kScores>);
+    case ScoresAs::kProbabilities: return launch(qk_scores_kernel<Tile, ScoresAs::kProbabilities>);
+    case ScoresAs::kExponentials:
+      if constexpr (sizeof(T) == 2) return launch(qk_scores_kernel<Tile, ScoresAs::kExponentials>);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace

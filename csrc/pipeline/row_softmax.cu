@@ -11,16 +11,14 @@
 #include <type_traits>
 
 #include "../device/batch.cuh"
-#include "../device/math.cuh"
 #include "../device/random.cuh"
 #include "../device/types.cuh"
 #include "../gemm/tile.cuh"
 #include "../params.h"
+#include "row_reduce.cuh"
 
 namespace attention_ext {
 namespace {
-
-constexpr int kCtaThreads = 256;
 
 template <class T_, int kThreadsPerRow_, int kQuads_, bool kStreaming_ = false>
 struct SoftmaxTile {
@@ -32,46 +30,10 @@ struct SoftmaxTile {
   static constexpr int kChunk = kThreadsPerRow * kQuads * 4;
   // One warp after another row of the same matrix: finding the matrix costs as much as a row of 512.
   static constexpr int kRowsPerGroup = kThreadsPerRow == 32 ? 4 : 1;
-  static constexpr int kGroupsPerCta = kCtaThreads / kThreadsPerRow;
+  static constexpr int kGroupsPerCta = kSoftmaxThreads / kThreadsPerRow;
   static constexpr int kCtasPerSm = sizeof(T) == 8 ? 1 : 2;  // doubles take two registers each
-  static_assert(kThreadsPerRow == 32 || kThreadsPerRow == kCtaThreads, "a row belongs to one warp or to the whole CTA");
+  static_assert(kThreadsPerRow == 32 || kThreadsPerRow == kSoftmaxThreads, "a row belongs to one warp or to the whole CTA");
 };
-
-struct Maximum {
-  template <class A>
-  static __device__ __forceinline__ A of_warp(A x) {
-    return warp_max(x);
-  }
-  template <class A>
-  static __device__ __forceinline__ A of_pair(A a, A b) {
-    return maximum(a, b);
-  }
-};
-struct Sum {
-  template <class A>
-  static __device__ __forceinline__ A of_warp(A x) {
-    return warp_sum(x);
-  }
-  template <class A>
-  static __device__ __forceinline__ A of_pair(A a, A b) {
-    return a + b;
-  }
-};
-
-// Reduces over the threads of a row; all of them get the result. `s_partial` has one place per warp.
-template <class Tile, class Operation>
-__device__ __forceinline__ typename Tile::Acc reduce_row(typename Tile::Acc x, typename Tile::Acc* s_partial) {
-  x = Operation::of_warp(x);
-  if constexpr (Tile::kThreadsPerRow > 32) {
-    __syncthreads();  // the partials of the reduction before this one have been read
-    if (threadIdx.x % 32 == 0) s_partial[threadIdx.x / 32] = x;
-    __syncthreads();  // all warps' partials are there
-    x = s_partial[0];
-#pragma unroll
-    for (int warp = 1; warp < kCtaThreads / 32; ++warp) x = Operation::of_pair(x, s_partial[warp]);
-  }
-  return x;
-}
 
 template <class Tile>
 __device__ __forceinline__ void barrier_of_row() {
@@ -83,12 +45,12 @@ __device__ __forceinline__ void barrier_of_row() {
 }
 
 template <class Tile, bool kDropout>
-__global__ void __launch_bounds__(kCtaThreads, Tile::kCtasPerSm)
+__global__ void __launch_bounds__(kSoftmaxThreads, Tile::kCtasPerSm)
     row_softmax_kernel(const __grid_constant__ RowSoftmaxParams p, int row_tile, int64_t row_groups, int64_t first_group) {
   using T = typename Tile::T;
   using Acc = typename Tile::Acc;
   constexpr int kQuads = Tile::kQuads;
-  __shared__ Acc s_partial[2][kCtaThreads / 32];
+  __shared__ Acc s_partial[2][kSoftmaxThreads / 32];
 
   const int64_t flat_group =
       first_group + static_cast<int64_t>(blockIdx.x) * Tile::kGroupsPerCta + threadIdx.x / Tile::kThreadsPerRow;
@@ -203,7 +165,7 @@ cudaError_t launch_tile(const RowSoftmaxParams& params, cudaStream_t stream) {
   const int64_t groups = params.slice.batch_count * row_groups;
   for (int64_t first = 0; first < groups; first += kMaxBlocks * Tile::kGroupsPerCta) {
     const int64_t blocks = ceil_div(groups - first, Tile::kGroupsPerCta);
-    kernel<<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kCtaThreads, 0, stream>>>(
+    kernel<<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kSoftmaxThreads, 0, stream>>>(
         params, RowsByCols<typename Tile::T>::kM, row_groups, first);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
@@ -218,10 +180,10 @@ cudaError_t launch_typed(const RowSoftmaxParams& params, cudaStream_t stream) {
   if (width <= 128) return launch_tile<SoftmaxTile<T, 32, 1>>(params, stream);
   if (width <= 512) return launch_tile<SoftmaxTile<T, 32, 4>>(params, stream);
   if (width <= 1024) return launch_tile<SoftmaxTile<T, 32, 8>>(params, stream);
-  if (width <= 4096) return launch_tile<SoftmaxTile<T, kCtaThreads, 4>>(params, stream);
-  if (width <= 8192) return launch_tile<SoftmaxTile<T, kCtaThreads, 8>>(params, stream);
+  if (width <= 4096) return launch_tile<SoftmaxTile<T, kSoftmaxThreads, 4>>(params, stream);
+  if (width <= 8192) return launch_tile<SoftmaxTile<T, kSoftmaxThreads, 8>>(params, stream);
   constexpr int kStreamedQuads = sizeof(T) == 8 ? 2 : 4;  // 4 quads of double spill
-  return launch_tile<SoftmaxTile<T, kCtaThreads, kStreamedQuads, true>>(params, stream);
+  return launch_tile<SoftmaxTile<T, kSoftmaxThreads, kStreamedQuads, true>>(params, stream);
 }
 
 }  // namespace

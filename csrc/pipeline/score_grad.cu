@@ -14,59 +14,89 @@ namespace attention_ext {
 namespace {
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    score_grad_kernel(const __grid_constant__ ScoreGradParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+struct ScoreGradWork {
   using T = typename Tile::T;
   using Acc = typename Tile::Acc;
-  extern __shared__ __align__(128) unsigned char s_bytes[];
-  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
 
-  const TileIndex tile = tile_of_block(blockIdx.x, m_tiles, n_tiles, first_batch);
-  const int64_t n = p.slice.batch_begin + tile.batch;
-  const int row_begin = static_cast<int>(p.slice.row_begin) + tile.m * Tile::kM;
-  const int row_end = static_cast<int>(p.slice.row_begin + p.slice.row_count);
-  const int col_begin = static_cast<int>(p.slice.col_begin) + tile.n * Tile::kN;
-  const int col_end = static_cast<int>(p.slice.col_begin + p.slice.col_count);
-  if (p.causal && col_begin > row_begin + Tile::kM - 1) return;
+  const ScoreGradParams& p;
+  int m_tiles, n_tiles;
+  int64_t first_batch;
 
-  // delta of each row, visible to all threads from the main loop's barriers on.
-  const Acc* g_delta = static_cast<const Acc*>(p.delta) + n * p.L;
-  for (int row = threadIdx.x; row < min(Tile::kM, row_end - row_begin); row += Tile::kThreads) {
-    shared.row[row] = g_delta[row_begin + row];
+  struct Place {
+    int64_t n, slice_index;
+    int slice_row, slice_col;  // of the tile's first element, from the beginning of the slice
+    int row, col;              // the same as query and key numbers
+    int rows, cols;            // that exist from there on
+    bool hidden;               // wholly above the diagonal
+  };
+  __device__ __forceinline__ Place place() const {
+    const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
+    Place at;
+    at.n = p.slice.batch_begin + index.batch;
+    at.slice_index = index.batch;
+    at.slice_row = index.m * Tile::kM;
+    at.slice_col = index.n * Tile::kN;
+    at.row = static_cast<int>(p.slice.row_begin) + at.slice_row;
+    at.col = static_cast<int>(p.slice.col_begin) + at.slice_col;
+    at.rows = static_cast<int>(p.slice.row_count) - at.slice_row;
+    at.cols = static_cast<int>(p.slice.col_count) - at.slice_col;
+    at.hidden = p.causal && at.col > at.row + Tile::kM - 1;
+    return at;
   }
-  const int Ev = static_cast<int>(p.Ev);
-  TileLoader<Tile, typename Tile::A> grad_out(p.batch, p.grad_out, n, tile.batch, row_begin, row_end, 0, Ev);
-  TileLoader<Tile, typename Tile::B> value(p.batch, p.value, n, tile.batch, col_begin, col_end, 0, Ev);
-  multiply_tile<Tile>(shared, grad_out, value, Ev);
 
-  const bool dropping = p.dropout.seed != nullptr;
-  const int64_t seed = dropping ? *p.dropout.seed : 0;
-  const Acc keep_scale = dropping ? static_cast<Acc>(p.dropout.keep_scale) : Acc(1);
-  T* g_probabilities = static_cast<T*>(p.probabilities.data) + batch_offset(p.batch, p.probabilities, n, tile.batch);
-  T* g_score_grad = static_cast<T*>(p.score_grad.data) + batch_offset(p.batch, p.score_grad, n, tile.batch);
+  __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& grad_out,
+                                     TileLoader<Tile, typename Tile::B>& value) const {
+    const Place at = place();
+    const int Ev = at.hidden ? 0 : static_cast<int>(p.Ev);
+    grad_out.aim(at.n, at.slice_index, at.row, at.row + at.rows, 0, Ev);
+    value.aim(at.n, at.slice_index, at.col, at.col + at.cols, 0, Ev);
+    return steps_of<Tile>(Ev);
+  }
 
-  for_each_quad<Tile>(shared, row_end - row_begin, col_end - col_begin,
-                      [&](int tile_row, int tile_col, const Acc(&product)[4]) {
-                        const int row = row_begin + tile_row, col = col_begin + tile_col;
-                        const int slice_row = tile.m * Tile::kM + tile_row, slice_col = tile.n * Tile::kN + tile_col;
-                        const int cols = static_cast<int>(p.slice.col_count);
-                        T* g_row = g_probabilities + slice_row * p.probabilities.row_stride;
-                        Acc probability[4], grad[4];
-                        load_quad<T>(probability, g_row, slice_col, cols, p.probabilities.col_stride, p.probabilities.vector);
+  // delta of the row.
+  __device__ __forceinline__ RowValues<Acc> fetch_row(int row) const {
+    const Place at = place();
+    return {row < at.rows ? (static_cast<const Acc*>(p.delta) + at.n * p.L)[at.row + row] : Acc(0), 0};
+  }
+  __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> delta) const { return delta; }
+
+  __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
+    const Place at = place();
+    if (at.hidden) return;
+    const bool dropping = p.dropout.seed != nullptr;
+    const int64_t seed = dropping ? *p.dropout.seed : 0;
+    const Acc keep_scale = dropping ? static_cast<Acc>(p.dropout.keep_scale) : Acc(1);
+    T* g_probabilities = static_cast<T*>(p.probabilities.data) + batch_offset(p.batch, p.probabilities, at.n, at.slice_index) +
+                         at.slice_row * p.probabilities.row_stride + at.slice_col * p.probabilities.col_stride;
+    T* g_score_grad = static_cast<T*>(p.score_grad.data) + batch_offset(p.batch, p.score_grad, at.n, at.slice_index) +
+                      at.slice_row * p.score_grad.row_stride + at.slice_col * p.score_grad.col_stride;
+
+    product.template for_each_quad<false>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&dot)[4]) {
+      T* g_row = g_probabilities + row * p.probabilities.row_stride;
+      Acc probability[4], grad[4];
+      load_quad<T>(probability, g_row, col, at.cols, p.probabilities.col_stride, p.probabilities.vector);
 #pragma unroll
-                        for (int e = 0; e < 4; ++e) grad[e] = keep_scale * product[e];
-                        if (dropping) drop_quad(grad, p.dropout, seed, n, row, col);
-                        const Acc delta = shared.row[tile_row];
+      for (int e = 0; e < 4; ++e) grad[e] = keep_scale * dot[e];
+      if (dropping) drop_quad(grad, p.dropout, seed, at.n, at.row + row, at.col + col);
+      const Acc delta = shared.row[row].first;
 #pragma unroll
-                        for (int e = 0; e < 4; ++e)
-                          grad[e] = probability[e] == Acc(0) ? Acc(0) : probability[e] * (grad[e] - delta);
-                        store_quad(g_score_grad + slice_row * p.score_grad.row_stride, slice_col, cols, p.score_grad.col_stride,
-                                   p.score_grad.vector, grad);
-                        if (dropping) {
-                          drop_quad(probability, p.dropout, seed, n, row, col);
-                          store_quad(g_row, slice_col, cols, p.probabilities.col_stride, p.probabilities.vector, probability);
-                        }
-                      });
+      for (int e = 0; e < 4; ++e) grad[e] = probability[e] == Acc(0) ? Acc(0) : probability[e] * (grad[e] - delta);
+      store_quad(g_score_grad + row * p.score_grad.row_stride, col, at.cols, p.score_grad.col_stride, p.score_grad.vector,
+                 grad);
+      if (dropping) {
+        drop_quad(probability, p.dropout, seed, at.n, at.row + row, at.col + col);
+        store_quad(g_row, col, at.cols, p.probabilities.col_stride, p.probabilities.vector, probability);
+      }
+    });
+  }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    score_grad_kernel(const __grid_constant__ ScoreGradParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+  const ScoreGradWork<Tile> work = {p, m_tiles, n_tiles, first_batch};
+  run_tile<Tile>(work, TileLoader<Tile, typename Tile::A>(p.batch, p.grad_out),
+                 TileLoader<Tile, typename Tile::B>(p.batch, p.value));
 }
 
 template <class T>

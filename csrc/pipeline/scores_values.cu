@@ -12,48 +12,84 @@ namespace attention_ext {
 namespace {
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    scores_values_kernel(const __grid_constant__ ScoresValuesParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+struct ValuesWork {
   using T = typename Tile::T;
   using Acc = typename Tile::Acc;
-  extern __shared__ __align__(128) unsigned char s_bytes[];
-  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
 
-  const TileIndex tile = tile_of_block(blockIdx.x, m_tiles, n_tiles, first_batch);
-  const int64_t n = p.slice.batch_begin + tile.batch;
-  const int m = p.causal ? m_tiles - 1 - tile.m : tile.m;
-  const int row_begin = m * Tile::kM;  // from the beginning of the slice, as weights and row_sum count
-  const int row_count = static_cast<int>(p.slice.row_count);
-  const int col_begin = tile.n * Tile::kN, col_end = static_cast<int>(p.Ev);
-  const int keys = static_cast<int>(p.slice.col_count);
-  const int visible = static_cast<int>(p.slice.row_begin) + row_begin + Tile::kM;  // keys 0 .. the tile's last row
-  const int k_end = p.causal ? min(keys, visible) : keys;
+  const ScoresValuesParams& p;
+  int m_tiles, n_tiles;
+  int64_t first_batch;
 
-  // factor / row_sum, and 0 for a row whose sum is 0. Visible to all threads from the main loop's barriers on.
-  const Acc factor = static_cast<Acc>(p.factor);
-  const Acc* g_row_sum = nullptr;
-  if (p.row_sum.data != nullptr) {
-    g_row_sum = static_cast<const Acc*>(p.row_sum.data) + batch_offset(p.batch, p.row_sum, n, tile.batch);
+  struct Place {
+    int64_t n, slice_index;
+    int row, col;    // of the tile's first element; rows from the beginning of the slice, as weights and row_sum count
+    int rows, cols;  // that exist from there on
+    int keys;        // that any of the tile's rows sees
+  };
+  __device__ __forceinline__ Place place() const {
+    const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
+    Place at;
+    at.n = p.slice.batch_begin + index.batch;
+    at.slice_index = index.batch;
+    at.row = (p.causal ? m_tiles - 1 - index.m : index.m) * Tile::kM;  // causal: longest first
+    at.col = index.n * Tile::kN;
+    at.rows = static_cast<int>(p.slice.row_count) - at.row;
+    at.cols = static_cast<int>(p.Ev) - at.col;
+    at.keys = static_cast<int>(p.slice.col_count);
+    if (p.causal) at.keys = min(at.keys, static_cast<int>(p.slice.row_begin) + at.row + Tile::kM);
+    return at;
   }
-  for (int row = threadIdx.x; row < min(Tile::kM, row_count - row_begin); row += Tile::kThreads) {
-    const Acc sum = g_row_sum == nullptr ? Acc(1) : g_row_sum[(row_begin + row) * p.row_sum.row_stride];
-    shared.row[row] = sum == Acc(0) ? Acc(0) : factor / sum;
+
+  __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& weights,
+                                     TileLoader<Tile, typename Tile::B>& values) const {
+    const Place at = place();
+    weights.aim(at.n, at.slice_index, at.row, at.row + at.rows, 0, at.keys);
+    values.aim(at.n, at.slice_index, at.col, at.col + at.cols, 0, at.keys);
+    return steps_of<Tile>(at.keys);
   }
 
-  TileLoader<Tile, typename Tile::A> weights(p.batch, p.weights, n, tile.batch, row_begin, row_count, 0, k_end);
-  TileLoader<Tile, typename Tile::B> values(p.batch, p.values, n, tile.batch, col_begin, col_end, 0, k_end);
-  multiply_tile<Tile>(shared, weights, values, k_end);
+  // factor / row_sum, and 0 for a row whose sum is 0.
+  __device__ __forceinline__ RowValues<Acc> fetch_row(int row) const {
+    const Place at = place();
+    if (p.row_sum.data == nullptr || row >= at.rows) return {1, 0};
+    const Acc* g_row_sum = static_cast<const Acc*>(p.row_sum.data) + batch_offset(p.batch, p.row_sum, at.n, at.slice_index);
+    return {g_row_sum[(at.row + row) * p.row_sum.row_stride], 0};
+  }
+  __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> sum) const {
+    return {sum.first == Acc(0) ? Acc(0) : static_cast<Acc>(p.factor) / sum.first, 0};
+  }
 
-  T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, n, tile.batch) +
-             (p.slice.row_begin + row_begin) * p.out.row_stride + col_begin * p.out.col_stride;
-  const int cols = col_end - col_begin;
-  for_each_quad<Tile>(shared, row_count - row_begin, cols, [&](int row, int col, const Acc(&product)[4]) {
-    const Acc row_factor = shared.row[row];
-    Acc x[4];
+  __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
+    const Place at = place();
+    T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
+               (p.slice.row_begin + at.row) * p.out.row_stride + at.col * p.out.col_stride;
+    const auto scaled = [&](int row, const Acc(&sum)[4], Acc(&x)[4]) {
+      const Acc row_factor = shared.row[row].first;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = row_factor == Acc(0) ? Acc(0) : product[e] * row_factor;
-    store_quad(g_out + row * p.out.row_stride, col, cols, p.out.col_stride, p.out.vector, x);
-  });
+      for (int e = 0; e < 4; ++e) x[e] = row_factor == Acc(0) ? Acc(0) : sum[e] * row_factor;
+    };
+    if (p.out.vector && at.rows >= Tile::kM && at.cols >= Tile::kN) {
+      product.template for_each_quad<true>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&sum)[4]) {
+        Acc x[4];
+        scaled(row, sum, x);
+        store_whole_quad(g_out + row * p.out.row_stride + col, x);
+      });
+    } else {
+      product.template for_each_quad<false>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&sum)[4]) {
+        Acc x[4];
+        scaled(row, sum, x);
+        store_quad(g_out + row * p.out.row_stride, col, at.cols, p.out.col_stride, p.out.vector, x);
+      });
+    }
+  }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
+    scores_values_kernel(const __grid_constant__ ScoresValuesParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+  const ValuesWork<Tile> work = {p, m_tiles, n_tiles, first_batch};
+  run_tile<Tile>(work, TileLoader<Tile, typename Tile::A>(p.batch, p.weights),
+                 TileLoader<Tile, typename Tile::B>(p.batch, p.values));
 }
 
 template <class T>

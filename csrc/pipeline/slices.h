@@ -14,14 +14,14 @@ constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + mu
 // Leading dimension of a slice: multiples of 8 elements keep rows on 16-byte boundaries in every dtype.
 constexpr int64_t slice_pitch(int64_t cols) { return std::max<int64_t>(round_up(cols, 8), 8); }
 
-// The longest even pieces of `total` of at most `limit` each, rounded to `multiple` where `limit` allows one.
-constexpr int64_t even_piece(int64_t total, int64_t limit, int64_t multiple) {
-  limit = std::max<int64_t>(std::min(limit, total), 1);
-  if (limit >= total) return limit;
-  if (limit >= multiple) limit = limit / multiple * multiple;
+// Pieces of `total`, as even as may be, of at most `limit` each: whole tiles where the limit holds one, else multiples of
+// `granule` (limit is at least one granule).
+constexpr int64_t even_piece(int64_t total, int64_t limit, int64_t granule, int64_t tile) {
+  if (limit >= total) return std::max<int64_t>(total, 1);
+  const int64_t step = limit >= tile ? tile : granule;
+  limit = std::max(limit / step * step, step);
   const int64_t pieces = (total + limit - 1) / limit;
-  const int64_t even = (total + pieces - 1) / pieces;
-  return limit >= multiple ? std::min(round_up(even, multiple), limit) : even;
+  return round_up((total + pieces - 1) / pieces, step);
 }
 
 }  // namespace attention_ext
