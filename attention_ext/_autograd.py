@@ -27,12 +27,12 @@ class Attention(torch.autograd.Function):
         allow_tf32: bool,
         deterministic: bool,
         workspace_bytes: int,
-        kernel: str,
+        kernel_name: str,
     ) -> tuple[Tensor, Tensor]:
         with torch._C._AutoDispatchBelowAutograd():
             out, lse = torch.ops.attention_ext.sdpa_forward.default(
-                query, key, value, attn_mask, seed, dropout_p, is_causal, kernel, scale=scale, enable_gqa=enable_gqa,
-                allow_tf32=allow_tf32, workspace_bytes=workspace_bytes,
+                query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+                allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel_name=kernel_name,
             )  # fmt: skip
         return out, lse
 
@@ -45,13 +45,14 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
-        dropout_p, is_causal, scale, enable_gqa, allow_tf32, deterministic, workspace_bytes, kernel = ctx.options
+        dropout_p, is_causal, scale, enable_gqa, allow_tf32, deterministic, workspace_bytes, kernel_name = ctx.options
         if grad_out is None and grad_lse is None:
             return (None,) * 13
         grads = torch.ops.attention_ext.sdpa_backward.default(
             torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, attn_mask, out, lse,
-            seed, dropout_p, is_causal, kernel, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
+            seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
             deterministic=deterministic, mask_grad=ctx.needs_input_grad[3], workspace_bytes=workspace_bytes,
+            kernel_name=kernel_name,
         )  # fmt: skip
         wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return (*wanted, *(None,) * 9)

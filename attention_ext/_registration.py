@@ -23,21 +23,21 @@ _AUTOCAST = {
 
 def _forward_cpu(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
-    is_causal: bool, kernel: str = "auto", *, scale: float | None = None, enable_gqa: bool = False,
-    allow_tf32: bool = False, workspace_bytes: int = 134217728,
+    is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
+    workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
-    if kernel not in ("auto", "reference"):
-        refuse("kernel", "'auto' or 'reference' for CPU tensors", repr(kernel))
+    if kernel_name not in ("auto", "reference"):
+        refuse("kernel_name", "'auto' or 'reference' for CPU tensors", repr(kernel_name))
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     return _reference.forward(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
 
 
 def _forward_fake(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
-    is_causal: bool, kernel: str = "auto", *, scale: float | None = None, enable_gqa: bool = False,
-    allow_tf32: bool = False, workspace_bytes: int = 134217728,
+    is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
+    workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
@@ -66,9 +66,9 @@ def _check_backward(
 
 def _backward_cpu(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, kernel: str = "auto", *,
+    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *,
     scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False,
-    mask_grad: bool = False, workspace_bytes: int = 134217728,
+    mask_grad: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scores = _check_backward(
         grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad
@@ -81,9 +81,9 @@ def _backward_cpu(
 
 def _backward_fake(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, kernel: str = "auto", *,
+    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *,
     scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False,
-    mask_grad: bool = False, workspace_bytes: int = 134217728,
+    mask_grad: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad)
     grads = [_reference.like_order(t, list(t.shape)) for t in (query, key, value)]
@@ -94,8 +94,8 @@ def _backward_fake(
 
 def _forward_autograd(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
-    is_causal: bool, kernel: str = "auto", *, scale: float | None = None, enable_gqa: bool = False,
-    allow_tf32: bool = False, workspace_bytes: int = 134217728,
+    is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
+    workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
@@ -105,12 +105,13 @@ def _forward_autograd(
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)
         out, lse = Attention.apply(
             query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, allow_tf32,
-            torch.are_deterministic_algorithms_enabled(), workspace_bytes, kernel,
+            torch.are_deterministic_algorithms_enabled(), workspace_bytes, kernel_name,
         )  # fmt: skip
         return out, lse
     out, lse = _FORWARD.redispatch(
-        keyset & torch._C._after_autograd_keyset, query, key, value, attn_mask, seed, dropout_p, is_causal, kernel, scale=scale,
+        keyset & torch._C._after_autograd_keyset, query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale,
         enable_gqa=enable_gqa, allow_tf32=allow_tf32, workspace_bytes=workspace_bytes,
+        kernel_name=kernel_name,
     )  # fmt: skip
     return out, lse
 

@@ -105,25 +105,25 @@ def forward_case(case: Case) -> dict[str, Any]:
 
 
 def stages(case: Case) -> dict[str, Any]:
-    """The pipeline's three stages over one slice's worth of heads, scaled to the whole case, beside their own bounds."""
-    q, k, v = (t[:4] for t in case.inputs("cuda"))
-    share = case.B / 4
-    dtype = str(case.dtype).removeprefix("torch.")
-    scores = OPS.qk_scores(q, k)
-    weights, row_sum, _ = OPS.row_softmax(scores, dtype=dtype)
-    element, count = q.element_size(), scores.numel() * share
-    traffic = {
-        "qk_scores": (q.nbytes + k.nbytes) * share + 4 * count,
-        "row_softmax": (4 + element) * count,
-        "scores_values": element * count + 2 * v.nbytes * share,
+    """The pipeline's three kernels within one call, by the profiler, each beside the bytes and operations it cannot do without."""
+    q, k, v = case.inputs("cuda")
+    OPS.sdpa(q, k, v)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(5):
+            OPS.sdpa(q, k, v)
+        torch.cuda.synchronize()
+    element, count = q.element_size(), case.B * case.Hq * case.L * case.S
+    least = {
+        "qk_scores": (q.nbytes + k.nbytes + element * count, case.flop / 2),
+        "segment_softmax": (2 * element * count, 0.0),
+        "scores_values": (element * count + 2 * v.nbytes, case.flop / 2),
     }
-    calls = {
-        "qk_scores": lambda: OPS.qk_scores(q, k),
-        "row_softmax": lambda: OPS.row_softmax(scores, dtype=dtype),
-        "scores_values": lambda: OPS.scores_values(weights, row_sum, v),
-    }
-    flop = {"qk_scores": case.flop / 2, "row_softmax": 0.0, "scores_values": case.flop / 2}
-    return {name: {"ms": time_ms(call) * share, "bytes": traffic[name], "flop": flop[name]} for name, call in calls.items()}
+    out = {}
+    for name, (moved, flop) in least.items():
+        events = [event for event in profile.key_averages() if name in event.key]
+        ms = sum(event.self_device_time_total for event in events) / 5e3
+        out[name] = {"ms": ms, "bytes": moved, "flop": flop, "launches": sum(event.count for event in events) // 5}
+    return out
 
 
 def workspaces(case: Case) -> dict[str, float]:

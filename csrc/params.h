@@ -148,7 +148,8 @@ struct RowNormParams {
   bool causal;
 };
 
-// dS = P * (keep * keep_scale * (grad_out . value^T) - delta). With dropout, P is overwritten with keep * P.
+// dS = P * (keep * keep_scale * (grad_out . value^T) - delta). With dropout, P is overwritten with keep * P. `only_weight_grad`:
+// neither: score_grad becomes keep * keep_scale * (grad_out . value^T).
 struct ScoreGradParams {
   BatchDims batch;
   Slice slice;
@@ -158,6 +159,22 @@ struct ScoreGradParams {
   MatrixView probabilities;  // slice (batch_count, row_count, col_count), `type`
   MatrixView score_grad;     // slice (batch_count, row_count, col_count), `type`
   const void* delta;         // (N, L) contiguous, accumulator type
+  Dropout dropout;
+  DataType type;
+  bool causal;
+  bool only_weight_grad;
+};
+
+// float and double, whole rows: delta = sum of P * dP over the row, minus grad_lse, then dS = P * (dP - delta) over dP in place; with
+// dropout P is overwritten with keep * P.
+struct RowDeltaParams {
+  BatchDims batch;
+  Slice slice;  // all keys
+  int64_t L;
+  MatrixView probabilities;  // slice (batch_count, row_count, S)
+  MatrixView score_grad;     // the same; dP on the way in
+  MatrixView grad_lse;       // (N, L), column unused; data null: absent
+  void* delta;               // (N, L) contiguous
   Dropout dropout;
   DataType type;
   bool causal;
@@ -239,6 +256,7 @@ cudaError_t launch_segment_softmax(const SegmentSoftmaxParams& params, cudaStrea
 cudaError_t launch_scores_values(const ScoresValuesParams& params, cudaStream_t stream);
 cudaError_t launch_row_dot(const RowDotParams& params, cudaStream_t stream);
 cudaError_t launch_row_norm(const RowNormParams& params, cudaStream_t stream);
+cudaError_t launch_row_delta(const RowDeltaParams& params, cudaStream_t stream);
 cudaError_t launch_score_grad(const ScoreGradParams& params, cudaStream_t stream);
 cudaError_t launch_key_value_grad(const KeyValueGradParams& params, cudaStream_t stream);
 cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream);

@@ -14,7 +14,7 @@ def run(dtype: torch.dtype, L: int, S: int, E: int, Ev: int, kernel: str = "auto
     k, v = (torch.randn(1, heads, S, width, device="cuda", dtype=dtype) for width in (E, Ev))
     mask, p, causal = options.pop("mask", None), options.pop("dropout_p", 0.0), options.pop("causal", False)
     seed = torch.tensor([7], device="cuda") if p else None
-    out, lse = OPS.sdpa_forward(q, k, v, mask, seed, p, causal, kernel=kernel, **options)
+    out, lse = OPS.sdpa_forward(q, k, v, mask, seed, p, causal, kernel_name=kernel, **options)
     with_mask = mask is not None and mask.is_floating_point()
     grads = OPS.sdpa_backward(torch.ones_like(out), None, q, k, v, mask, out, lse, seed, p, causal, mask_grad=with_mask, **options)
     assert all(grad.isfinite().all() for grad in (out, *grads))

@@ -67,10 +67,21 @@ def torch_own(inputs: list[Tensor | None], grad_out: Tensor | None, want: Tensor
     def formula(q, k, v, mask, *, is_causal, scale, enable_gqa):
         return reference.attention(q, k, v, mask, is_causal, scale, enable_gqa, dtype=q.dtype, device=q.device)[0]
 
+    def padded(q, k, v, mask, *, is_causal, scale, enable_gqa):
+        extra = -k.size(-2) % 16
+        full = mask.expand(*mask.shape[:-2], q.size(-2), k.size(-2))
+        hidden = False if mask.dtype == torch.bool else float("-inf")
+        full = F.pad(full if mask.dtype == torch.bool else full.to(q.dtype), (0, extra), value=hidden)
+        k, v = (F.pad(t, (0, 0, 0, extra)) for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, full, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+
     # Fresh copies where memory is not aligned: PyTorch's CUDA kernels take such operands for aligned ones, which ends in an error
     # that no later call of the process survives.
     inputs = [t if t is None or t.data_ptr() % 16 == 0 else t.detach().clone() for t in inputs]
-    for op in (F.scaled_dot_product_attention, math, formula):
+    # The same goes for its fused CUDA kernels with masks whose rows are not on 16-byte boundaries: there it gets the same problem
+    # with the mask expanded and the keys padded to a multiple of 16 by masked ones.
+    masked_on_cuda = len(inputs) > 3 and inputs[3] is not None and inputs[0].is_cuda
+    for op in (padded if masked_on_cuda else F.scaled_dot_product_attention, math, formula):
         try:
             out, grads = run(op, leaves(*inputs), grad_out, is_causal=causal, scale=scale, enable_gqa=gqa)
         except (RuntimeError, IndexError):

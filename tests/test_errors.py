@@ -178,7 +178,7 @@ def test_seed_is_needed_for_dropout(device: str) -> None:
 def test_unknown_kernel(device: str) -> None:
     q = torch.randn(1, 2, 4, 8, device=device)
     with pytest.raises(RuntimeError, match="kernel"):
-        sdpa_forward(q, q, q, None, None, 0.0, False, kernel="no such kernel")
+        sdpa_forward(q, q, q, None, None, 0.0, False, kernel_name="no such kernel")
 
 
 BACKWARD = {

@@ -118,9 +118,9 @@ def test_schemas() -> None:
     ours = str(torch.ops.attention_ext.sdpa.default._schema).removeprefix("attention_ext::sdpa")
     aten = str(torch.ops.aten.scaled_dot_product_attention.default._schema).removeprefix("aten::scaled_dot_product_attention")
     assert ours == aten
-    operands = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, bool is_causal, "
-    options = 'str kernel="auto", *, ' + "float? scale=None, bool enable_gqa=False, bool allow_tf32=False, "
-    last = "int workspace_bytes=134217728) -> "
+    operands = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, bool is_causal, *, "
+    options = "float? scale=None, bool enable_gqa=False, bool allow_tf32=False, "
+    last = 'int workspace_bytes=134217728, str kernel_name="auto") -> '
     forward = str(torch.ops.attention_ext.sdpa_forward.default._schema)
     assert forward == f"attention_ext::sdpa_forward{operands}{options}{last}(Tensor out, Tensor lse)"
     backward = str(torch.ops.attention_ext.sdpa_backward.default._schema)

@@ -148,7 +148,7 @@ def test_autograd_of_forward(device_and_kernel: tuple[str, str]) -> None:
     mask = normal(4, 1, 4, dtype=torch.float64, device=device).requires_grad_()
 
     def both(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
-        return sdpa_forward(q, k, v, m, None, 0.0, False, enable_gqa=True, kernel=kernel)
+        return sdpa_forward(q, k, v, m, None, 0.0, False, enable_gqa=True, kernel_name=kernel)
 
     assert torch.autograd.gradcheck(both, (*inputs, mask))
     k, v = leaves(*(normal(1, 2, 4, 3, dtype=torch.float64, device=device) for _ in range(2)))
@@ -185,7 +185,7 @@ def test_dropout_mask(path: tuple[str, str], seed: int, p: float) -> None:
         eye = torch.eye(S, device=device).expand(*k.shape[:-2], S, S)
         drawn = torch.tensor([seed], device=device)
         gqa = len(heads) > 1
-        out, lse = sdpa_forward(q, k, eye, None, drawn, p, False, enable_gqa=gqa, kernel=kernel)
+        out, lse = sdpa_forward(q, k, eye, None, drawn, p, False, enable_gqa=gqa, kernel_name=kernel)
         n = q.shape[:-2].numel()
         keep = reference.dropout_keep_mask(seed, p, n, L, S).view(out.shape)
         assert torch.equal(out.cpu() != 0, keep)

@@ -15,7 +15,7 @@ using torch::stable::accelerator::DeviceGuard;
 Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, MaskType mask, int32_t device) {
   Kernel kernel;
   if (kernel_by_name(name, kernel)) return kernel;
-  if (name != "auto") fail(op, "kernel", "\"auto\" or \"pipeline\"", "\"" + name + "\"");
+  if (name != "auto") fail(op, "kernel_name", "\"auto\" or \"pipeline\"", "\"" + name + "\"");
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
@@ -48,8 +48,8 @@ Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int3
 }
 
 std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
-                                        double dropout_p, bool is_causal, std::string kernel, std::optional<double> scale,
-                                        bool enable_gqa, bool /*allow_tf32*/, int64_t workspace_bytes) {
+                                        double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
+                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_forward";
   ForwardParams params = {};
   params.type = check_inputs(op, query, key, &value);
@@ -80,7 +80,7 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
   views.finish(params.batch);
   params.workspace_bytes = workspace_bytes;
-  switch (choose_kernel(op, kernel, params, params.mask_type, device)) {
+  switch (choose_kernel(op, kernel_name, params, params.mask_type, device)) {
     case Kernel::kPipeline: {
       Tensor workspace = allocate_bytes(pipeline_forward_workspace(params), device);
       params.workspace = data_of(workspace);
@@ -94,11 +94,12 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
                                                          Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
                                                          OptionalTensor seed, double dropout_p, bool is_causal,
-                                                         std::string kernel, std::optional<double> scale, bool enable_gqa,
-                                                         bool /*allow_tf32*/, bool /*deterministic: always*/, bool mask_grad,
-                                                         int64_t workspace_bytes) {
+                                                         std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
+                                                         bool /*deterministic: always*/, bool mask_grad,
+                                                         int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_backward";
-  if (kernel != "auto" && kernel != "pipeline") fail(op, "kernel", "\"auto\" or \"pipeline\"", "\"" + kernel + "\"");
+  if (kernel_name != "auto" && kernel_name != "pipeline")
+    fail(op, "kernel_name", "\"auto\" or \"pipeline\"", "\"" + kernel_name + "\"");
   BackwardParams params = {};
   params.type = check_inputs(op, query, key, &value);
   const int32_t device = query.get_device_index();

@@ -34,7 +34,7 @@ std::tuple<std::string, std::string, int64_t, bool> plan(std::vector<int64_t> si
 }  // namespace
 }  // namespace attention_ext
 
-// `kernel` stands before the *: inductor passes keyword-only arguments on by name, to a function with a `kernel` of its own.
+// kernel_name, not kernel: inductor passes arguments on by name, to a function with a parameter `kernel` of its own.
 STABLE_TORCH_LIBRARY(attention_ext, m) {
   m.def(
       "sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
@@ -42,13 +42,13 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "float? scale=None, bool enable_gqa=False) -> Tensor");
   m.def(
       "sdpa_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, "
-      "bool is_causal, str kernel=\"auto\", *, float? scale=None, bool enable_gqa=False, bool allow_tf32=False, "
-      "int workspace_bytes=134217728) -> (Tensor out, Tensor lse)");
+      "bool is_causal, *, float? scale=None, bool enable_gqa=False, bool allow_tf32=False, "
+      "int workspace_bytes=134217728, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
   m.def(
       "sdpa_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
-      "Tensor out, Tensor lse, Tensor? seed, float dropout_p, bool is_causal, str kernel=\"auto\", *, float? scale=None, "
+      "Tensor out, Tensor lse, Tensor? seed, float dropout_p, bool is_causal, *, float? scale=None, "
       "bool enable_gqa=False, bool allow_tf32=False, bool deterministic=False, bool mask_grad=False, "
-      "int workspace_bytes=134217728) -> (Tensor, Tensor, Tensor, Tensor)");
+      "int workspace_bytes=134217728, str kernel_name=\"auto\") -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "qk_scores(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, "
       "bool enable_gqa=False) -> Tensor");

@@ -115,7 +115,22 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
   grad.dropout = params.dropout;
   grad.type = params.type;
   grad.causal = params.causal;
-  return launch_score_grad(grad, stream);
+  grad.only_weight_grad = whole_rows && element_bytes(params.type) > 2;
+  status = launch_score_grad(grad, stream);
+  if (status != cudaSuccess || !grad.only_weight_grad) return status;
+
+  RowDeltaParams delta = {};
+  delta.batch = params.batch;
+  delta.slice = slice;
+  delta.L = params.L;
+  delta.probabilities = arrays.probabilities;
+  delta.score_grad = arrays.score_grad;
+  delta.grad_lse = params.grad_lse;
+  delta.delta = params.delta;
+  delta.dropout = params.dropout;
+  delta.type = params.type;
+  delta.causal = params.causal;
+  return launch_row_delta(delta, stream);
 }
 
 // dQ and mask_grad of a slice of rows.
@@ -219,19 +234,21 @@ int64_t pipeline_backward_workspace(const BackwardParams& params) {
 cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream) {
   if (params.N == 0 || params.L == 0) return clear_key_value_grad(params, stream);
 
-  RowDotParams dot = {};
-  dot.batch = params.batch;
-  dot.N = params.N;
-  dot.L = params.L;
-  dot.Ev = params.Ev;
-  dot.grad_out = params.grad_out;
-  dot.out = params.out;
-  dot.grad_lse = params.grad_lse;
-  dot.delta = params.delta;
-  dot.type = params.type;
-  cudaError_t status = launch_row_dot(dot, stream);
-  if (status != cudaSuccess) return status;
-
+  cudaError_t status = cudaSuccess;
+  if (element_bytes(params.type) == 2) {  // float and double take delta from whole rows of pass A
+    RowDotParams dot = {};
+    dot.batch = params.batch;
+    dot.N = params.N;
+    dot.L = params.L;
+    dot.Ev = params.Ev;
+    dot.grad_out = params.grad_out;
+    dot.out = params.out;
+    dot.grad_lse = params.grad_lse;
+    dot.delta = params.delta;
+    dot.type = params.type;
+    status = launch_row_dot(dot, stream);
+    if (status != cudaSuccess) return status;
+  }
   const BackwardPlan plan = plan_backward(params);
   status = pass_by_rows(params, plan, stream);
   if (status == cudaSuccess && !plan.joint) status = pass_by_keys(params, plan, stream);

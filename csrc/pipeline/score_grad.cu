@@ -56,7 +56,7 @@ struct ScoreGradWork {
   // delta of the row.
   __device__ __forceinline__ RowValues<Acc> fetch_row(int row) const {
     const Place at = place();
-    return {row < at.rows ? (static_cast<const Acc*>(p.delta) + at.n * p.L)[at.row + row] : Acc(0), 0};
+    return {row < at.rows && !p.only_weight_grad ? (static_cast<const Acc*>(p.delta) + at.n * p.L)[at.row + row] : Acc(0), 0};
   }
   __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> delta) const { return delta; }
 
@@ -78,6 +78,11 @@ struct ScoreGradWork {
 #pragma unroll
       for (int e = 0; e < 4; ++e) grad[e] = keep_scale * dot[e];
       if (dropping) drop_quad(grad, p.dropout, seed, at.n, at.row + row, at.col + col);
+      if (p.only_weight_grad) {
+        store_quad(g_score_grad + row * p.score_grad.row_stride, col, at.cols, p.score_grad.col_stride, p.score_grad.vector,
+                   grad);
+        return;
+      }
       const Acc delta = shared.row[row].first;
 #pragma unroll
       for (int e = 0; e < 4; ++e) grad[e] = probability[e] == Acc(0) ? Acc(0) : probability[e] * (grad[e] - delta);
