@@ -79,7 +79,7 @@ def forward_and_backward(device: str, kernel: str, name: str, dtype: torch.dtype
     want, want_lse, want_grads = oracle_with_grads(inputs, grad, *options.values())
     own, own_grads = torch_own(inputs, grad, want, *options.values())
 
-    rest = {"scale": options["scale"], "enable_gqa": options["gqa"], "kernel": kernel}
+    rest = {"scale": options["scale"], "enable_gqa": options["gqa"], "kernel_name": kernel}
     out, lse = sdpa_forward(q, k, v, mask, None, 0.0, options["causal"], **rest)
     grads = sdpa_backward(grad, None, *inputs, out, lse, None, 0.0, options["causal"], mask_grad=is_float(mask), **rest)
     reference.check_error("out", out, want, own)
@@ -101,7 +101,7 @@ def test_zero_sizes(path: tuple[str, str], sizes: tuple[int, ...], heads: tuple[
     L, S, E, Ev = sizes
     for batch in (2, 0):
         inputs = qkv((batch,), heads, L=L, S=S, E=E, Ev=Ev, dtype=dtype, device=device)
-        rest = {"enable_gqa": len(heads) > 1, "kernel": kernel}
+        rest = {"enable_gqa": len(heads) > 1, "kernel_name": kernel}
         want, want_lse = reference.attention(*inputs, gqa=rest["enable_gqa"])
         out, lse = sdpa_forward(*inputs, None, None, 0.0, False, **rest)
         close(out, want, 4 * torch.finfo(dtype).eps)
@@ -133,7 +133,7 @@ def test_gradient_of_the_log_sum_exp(path: tuple[str, str], name: str, dtype: to
     wanted = [t for t in doubles if t is not None and t.requires_grad]
     total = (want * grad.cpu().double()).sum() + (want_lse.masked_fill(want_lse.isinf(), 0.0) * grad_lse.cpu().double()).sum()
     right = torch.autograd.grad(total, wanted)
-    rest = {"scale": options["scale"], "enable_gqa": options["gqa"], "kernel": kernel}
+    rest = {"scale": options["scale"], "enable_gqa": options["gqa"], "kernel_name": kernel}
     out, lse = sdpa_forward(*inputs, None, 0.0, options["causal"], **rest)
     got = sdpa_backward(grad, grad_lse, *inputs, out, lse, None, 0.0, options["causal"], mask_grad=is_float(inputs[3]), **rest)
     for a, b in zip(got, right, strict=False):
@@ -206,7 +206,7 @@ def test_dropout_against_the_oracle(path: tuple[str, str], name: str, dtype: tor
     grad = normal(*want.shape, dtype=dtype, device=device)
     wanted = [t for t in doubles if t is not None and t.requires_grad]
     right = torch.autograd.grad(want, wanted, grad.cpu().double())
-    rest = {"scale": options["scale"], "enable_gqa": options["gqa"], "kernel": kernel}
+    rest = {"scale": options["scale"], "enable_gqa": options["gqa"], "kernel_name": kernel}
     drawn = torch.tensor([seed], device=device)
     out, lse = sdpa_forward(*inputs, drawn, p, options["causal"], **rest)
     got = sdpa_backward(grad, None, *inputs, out, lse, drawn, p, options["causal"], mask_grad=is_float(inputs[3]), **rest)

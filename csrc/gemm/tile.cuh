@@ -21,13 +21,14 @@ struct TileShape {
 template <class T>
 constexpr TileShape tile_shape() {
   if constexpr (sizeof(T) == 2) {
-    // Half types: 4 warps of 64x64, 128 accumulators a thread. A larger warp tile would spill (255 registers), a
-    // smaller one reads more shared memory per product. k = 32 with 4 buffers is 80 KB at most: two CTAs on an H100 SM
-    // (227 KB), one on the cards with 99 KB; k = 64 with 2 buffers takes 72 KB but hides less of the latency.
+    // Half types: 4 warps of 64x64, 128 accumulators a thread. A larger warp tile would spill (255 registers), a smaller one
+    // reads more shared memory per product. Steps of 64 in k are rows of 128 bytes, a whole line of L2; two buffers of them are
+    // 72 KB: two CTAs on an SM of 227 KB, one on the cards with 99 KB. A third buffer would not fit there, and took L1 from
+    // cp.async where it did (docs/pipeline.md).
     return {128, 128, 64, 2, 128, 2};
   } else if constexpr (sizeof(T) == 4) {
     // float on plain cores: 8x8 per thread, so one shared read feeds four multiply-adds. Sums in two levels take 128
-    // accumulators a thread, so one CTA per SM; 3 buffers of k = 16 stay below the 68 KB of the staged tile.
+    // accumulators a thread, so one CTA per SM; 3 buffers of k = 16 hide the latency.
     return {128, 128, 16, 3, 256, 1};
   } else {
     // double: 4x4 per thread; 8x8 would need 128 registers for accumulators alone.

@@ -3,9 +3,9 @@
 //
 // Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, whose k runs over all query rows of one query head
 // after another: the sum over the heads of a group stays in registers, in a fixed order. Causal: k begins at the first
-// row tile that sees a key of the tile. Grid: one CTA per block tile of every key head of the slice, tile_of_block. 128
-// threads (half types) or 256. Shared memory: 69,632 bytes (half types), 67,584 (float), 50,688 (double); registers:
-// launch bounds for two CTAs per SM.
+// row tile that sees a key of the tile.
+// Grid: one CTA per block tile of every key head of the slice (tile_of). 128 threads (half types) or 256.
+// Shared memory: 70,656 bytes (half types), 51,712 (float and double). Registers: launch bounds of the tile table.
 #include "../gemm/mainloop.cuh"
 #include "../params.h"
 

@@ -4,12 +4,13 @@
 // the same product ends in probabilities exp(score - lse).
 //
 // Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: scale, mask, causal
-// select, store. Tiles wholly above the diagonal return at once. Grid: one CTA per block tile of every matrix of the
-// slice, tile_of_block. 128 threads (half types) or 256. Shared memory: 81,920 bytes (half types), 67,584 (float),
-// 55,296 (double); registers: launch bounds for two CTAs per SM.
+// select, store. Tiles wholly above the diagonal return at once.
+// Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
+// Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
 #include "../device/math.cuh"
 #include "../gemm/mainloop.cuh"
 #include "../params.h"
+#include "score_place.cuh"
 
 namespace attention_ext {
 namespace {
@@ -40,30 +41,12 @@ struct ScoresWork {
   int m_tiles, n_tiles;
   int64_t first_batch;
 
-  struct Place {
-    int64_t n, slice_index;
-    int slice_row, slice_col;  // of the tile's first element, from the beginning of the slice
-    int row, col;              // the same as query and key numbers
-    int rows, cols;            // that exist from there on
-    bool hidden;               // wholly above the diagonal
-  };
-  __device__ __forceinline__ Place place() const {
-    const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
-    Place at;
-    at.n = p.slice.batch_begin + index.batch;
-    at.slice_index = index.batch;
-    at.slice_row = index.m * Tile::kM;
-    at.slice_col = index.n * Tile::kN;
-    at.row = static_cast<int>(p.slice.row_begin) + at.slice_row;
-    at.col = static_cast<int>(p.slice.col_begin) + at.slice_col;
-    at.rows = static_cast<int>(p.slice.row_count) - at.slice_row;
-    at.cols = static_cast<int>(p.slice.col_count) - at.slice_col;
-    at.hidden = p.causal && at.col > at.row + Tile::kM - 1;
-    return at;
+  __device__ __forceinline__ ScorePlace place() const {
+    return score_place<Tile>(p.slice, p.causal, m_tiles, n_tiles, first_batch);
   }
 
   __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& query, TileLoader<Tile, typename Tile::B>& key) const {
-    const Place at = place();
+    const ScorePlace at = place();
     const int E = at.hidden ? 0 : static_cast<int>(p.E);
     query.aim(at.n, at.slice_index, at.row, at.row + at.rows, 0, E);
     key.aim(at.n, at.slice_index, at.col, at.col + at.cols, 0, E);
@@ -74,7 +57,7 @@ struct ScoresWork {
   __device__ __forceinline__ RowValues<Acc> fetch_row(int row) const {
     RowValues<Acc> values = {0, 1};
     if constexpr (kOutput == ScoresAs::kProbabilities) {
-      const Place at = place();
+      const ScorePlace at = place();
       if (row < at.rows) {
         const Acc* g_lse = static_cast<const Acc*>(p.lse.data) + batch_offset(p.batch, p.lse, at.n, at.slice_index);
         values.first = g_lse[(at.row + row) * p.lse.row_stride];
@@ -86,7 +69,7 @@ struct ScoresWork {
   __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> values) const { return values; }
 
   // x = the scores of a quad: scaled, masked, -inf where a key is hidden or does not exist.
-  __device__ __forceinline__ void finish_scores(const Place& at, int64_t mask_offset, int tile_row, int tile_col,
+  __device__ __forceinline__ void finish_scores(const ScorePlace& at, int64_t mask_offset, int tile_row, int tile_col,
                                                 const Acc (&dot)[4], Acc (&x)[4]) const {
     const int row = at.row + tile_row, col = at.col + tile_col, col_end = at.col + at.cols;
     const Acc scale = static_cast<Acc>(p.scale);
@@ -106,7 +89,7 @@ struct ScoresWork {
   }
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
-    const Place at = place();
+    const ScorePlace at = place();
     if (at.hidden && !p.write_hidden_tiles) return;
     Out* g_out = static_cast<Out*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
                  at.slice_row * p.out.row_stride + at.slice_col * p.out.col_stride;
@@ -139,7 +122,7 @@ struct ScoresWork {
   // A strip is one segment wide. Two lanes share a row, quad by quad in turn: maximum and sum of the segment stay in their
   // registers but for one shuffle. The exponentials go back through the strip, so that rows are stored 16 bytes at a time.
   template <bool kPlain>
-  __device__ __forceinline__ void store_exponentials(const Place& at, int64_t mask_offset, Out* g_out,
+  __device__ __forceinline__ void store_exponentials(const ScorePlace& at, int64_t mask_offset, Out* g_out,
                                                      const Multiply<Tile>& product, typename Tile::Shared& shared) const {
     static_assert(Tile::kStripCols == kSegment && Tile::kStripRows == 16, "two lanes a row, one segment wide");
     constexpr int kQuads = kSegment / 8, kChunk = 8, kHalfPitch = kSegment + 8;

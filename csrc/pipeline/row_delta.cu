@@ -27,7 +27,8 @@ __global__ void __launch_bounds__(kCtaThreads)
   const int visible = static_cast<int>(p.causal ? min(row + 1, p.slice.col_count) : p.slice.col_count);
   // Causal: tiles on the diagonal were written beyond the last visible key, with P = 0; dS becomes 0 there.
   const int64_t tile_end = p.slice.row_begin + (slice_row / tile + 1) * tile;
-  const int written = static_cast<int>(p.causal ? min((tile_end + tile - 1) / tile * tile, p.slice.col_count) : p.slice.col_count);
+  const int written =
+      static_cast<int>(p.causal ? min((tile_end + tile - 1) / tile * tile, p.slice.col_count) : p.slice.col_count);
   const int lane_col = threadIdx.x % 32 * 4;
 
   T* g_probabilities = static_cast<T*>(p.probabilities.data) + slice_index * p.probabilities.slice_stride +

@@ -3,12 +3,13 @@
 //
 // Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: read P, draw the
 // forward's random words again, store. Tiles wholly above the diagonal return at once. P = 0 gives dS = 0 whatever it
-// meets, so a row without a visible key has zero gradients. Grid: one CTA per block tile of every matrix of the slice,
-// tile_of_block. 128 threads (half types) or 256. Shared memory: 81,920 bytes (half types), 67,584 (float), 55,296
-// (double); registers: launch bounds for two CTAs per SM.
+// meets, so a row without a visible key has zero gradients.
+// Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
+// Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
 #include "../device/random.cuh"
 #include "../gemm/mainloop.cuh"
 #include "../params.h"
+#include "score_place.cuh"
 
 namespace attention_ext {
 namespace {
@@ -22,31 +23,13 @@ struct ScoreGradWork {
   int m_tiles, n_tiles;
   int64_t first_batch;
 
-  struct Place {
-    int64_t n, slice_index;
-    int slice_row, slice_col;  // of the tile's first element, from the beginning of the slice
-    int row, col;              // the same as query and key numbers
-    int rows, cols;            // that exist from there on
-    bool hidden;               // wholly above the diagonal
-  };
-  __device__ __forceinline__ Place place() const {
-    const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
-    Place at;
-    at.n = p.slice.batch_begin + index.batch;
-    at.slice_index = index.batch;
-    at.slice_row = index.m * Tile::kM;
-    at.slice_col = index.n * Tile::kN;
-    at.row = static_cast<int>(p.slice.row_begin) + at.slice_row;
-    at.col = static_cast<int>(p.slice.col_begin) + at.slice_col;
-    at.rows = static_cast<int>(p.slice.row_count) - at.slice_row;
-    at.cols = static_cast<int>(p.slice.col_count) - at.slice_col;
-    at.hidden = p.causal && at.col > at.row + Tile::kM - 1;
-    return at;
+  __device__ __forceinline__ ScorePlace place() const {
+    return score_place<Tile>(p.slice, p.causal, m_tiles, n_tiles, first_batch);
   }
 
   __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& grad_out,
                                      TileLoader<Tile, typename Tile::B>& value) const {
-    const Place at = place();
+    const ScorePlace at = place();
     const int Ev = at.hidden ? 0 : static_cast<int>(p.Ev);
     grad_out.aim(at.n, at.slice_index, at.row, at.row + at.rows, 0, Ev);
     value.aim(at.n, at.slice_index, at.col, at.col + at.cols, 0, Ev);
@@ -55,13 +38,13 @@ struct ScoreGradWork {
 
   // delta of the row.
   __device__ __forceinline__ RowValues<Acc> fetch_row(int row) const {
-    const Place at = place();
+    const ScorePlace at = place();
     return {row < at.rows && !p.only_weight_grad ? (static_cast<const Acc*>(p.delta) + at.n * p.L)[at.row + row] : Acc(0), 0};
   }
   __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> delta) const { return delta; }
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
-    const Place at = place();
+    const ScorePlace at = place();
     if (at.hidden) return;
     const bool dropping = p.dropout.seed != nullptr;
     const int64_t seed = dropping ? *p.dropout.seed : 0;
