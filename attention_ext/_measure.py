@@ -12,25 +12,30 @@ __all__ = ["errors", "float64_attention", "sample_heads", "time_ms"]
 
 
 def time_ms(call: Callable[[], object], device: torch.device, repeat: int, progress: Callable[[int], None] | None = None) -> float:
-    """The median of `repeat` calls in milliseconds, after two warm-up calls; on CUDA between events on the current stream."""
-    times = []
+    """The median of `repeat` calls in milliseconds, after two warm-up calls.
+
+    On CUDA between events on the current stream. The calls are queued without waiting in between, as a model's are, so
+    that what the host does for a call overlaps with the device's work on the one before.
+    """
+    times: list[float] = []
+    events = []
     for i in range(-2, repeat):
         if device.type == "cuda":
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             call()
             stop.record()
-            stop.synchronize()
-            elapsed = start.elapsed_time(stop)
+            events.append((start, stop))
         else:
             begin = time.perf_counter()
             call()
-            elapsed = 1e3 * (time.perf_counter() - begin)
-        if i >= 0:
-            times.append(elapsed)
+            times.append(1e3 * (time.perf_counter() - begin))
         if progress is not None:
             progress(i + 3)
-    return float(statistics.median(times))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        times = [start.elapsed_time(stop) for start, stop in events]
+    return float(statistics.median(times[2:]))
 
 
 def sample_heads(batch: int, heads: int, count: int = 4) -> list[tuple[int, int]]:

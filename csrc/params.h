@@ -227,7 +227,8 @@ struct ForwardParams {
 struct BackwardParams {
   BatchDims batch;
   int64_t N, L, S, E, Ev;
-  int64_t group;  // Hq / Hk; N is a multiple of it
+  int64_t key_group, value_group;  // Hq / Hk, Hq / Hv
+  int64_t group;                   // their least common multiple, which slices of whole groups are multiples of
   double scale;
   MatrixView query, key, value;              // (N, L, E), (N / group, S, E), (N / group, S, Ev)
   MatrixView mask;                           // broadcasts to (N, L, S)

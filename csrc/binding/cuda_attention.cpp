@@ -1,6 +1,7 @@
 // sdpa_forward and sdpa_backward on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <numeric>
 #include <tuple>
 
 #include "../plan.h"
@@ -118,14 +119,19 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
 
   // The leading dims are the query's, without broadcasting; only the heads of key and value may be fewer.
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
-  Sizes key_batch = views.batch_sizes();
-  params.group = 1;
+  Sizes key_sizes = views.batch_sizes(), value_sizes = key_sizes;
   if (enable_gqa) {
     views.broadcast("key", key, 2);
-    key_batch.back() = key.size(key.dim() - 3);
-    params.group = std::max<int64_t>(views.batch_sizes().back() / key_batch.back(), 1);
+    views.broadcast("value", value, 2);
+    key_sizes.back() = key.size(key.dim() - 3);
+    value_sizes.back() = value.size(value.dim() - 3);
   }
-  Sizes key_sizes = key_batch, value_sizes = key_batch;
+  const auto group_of = [&](const Sizes& own) {
+    return own.empty() || own.back() == 0 ? 1 : std::max<int64_t>(views.batch_sizes().back() / own.back(), 1);
+  };
+  params.key_group = group_of(key_sizes);
+  params.value_group = group_of(value_sizes);
+  params.group = std::lcm(params.key_group, params.value_group);
   key_sizes.insert(key_sizes.end(), {params.S, params.E});
   value_sizes.insert(value_sizes.end(), {params.S, params.Ev});
   check_sizes(op, "key", key, key_sizes);

@@ -164,7 +164,7 @@ cudaError_t make_key_value_grad(const BackwardParams& params, const Arrays& arra
   KeyValueGradParams value = {};
   value.batch = params.batch;
   value.slice = slice;
-  value.group = params.group;
+  value.group = params.value_group;
   value.width = params.Ev;
   value.factor = params.dropout.seed != nullptr ? params.dropout.keep_scale : 1.0;
   value.left = arrays.probabilities;
@@ -176,6 +176,7 @@ cudaError_t make_key_value_grad(const BackwardParams& params, const Arrays& arra
   if (status != cudaSuccess) return status;
 
   KeyValueGradParams key = value;
+  key.group = params.key_group;
   key.width = params.E;
   key.factor = params.scale;
   key.left = arrays.score_grad;
