@@ -1,0 +1,83 @@
+"""Writes the README's tables from the records in bench/results: `python scripts/make_tables.py`, with --check only compares."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN, END = "<!-- tables: python scripts/make_tables.py -->", "<!-- end of tables -->"
+
+
+def gpu_table(record: dict[str, Any]) -> list[str]:
+    ceilings = record["ceilings"]
+    tests, tools = record["gpu_tests"], record["sanitizer"]
+    lines = [
+        f"**{record['card']}**, driver {record['driver']}, torch {record['torch']}, {record['date']}, "
+        f"csrc `{record['csrc_tree'][:12]}`; matrix product {ceilings['matmul_fp16_tflops']:.0f} TFLOP/s in float16, "
+        f"{ceilings['matmul_bf16_tflops']:.0f} in bfloat16, copy {ceilings['copy_tb_per_s']:.2f} TB/s.",
+        "",
+        "| case | B, Hq, Hk, L, S, E | kernel | ms | TFLOP/s | PyTorch, ms | ratio | three calls, ms "
+        "| extra memory, MiB: ours, PyTorch's |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, case in record["forward"].items():
+        rows = case["rows"]
+        ours, theirs, naive = rows["attention_ext"], rows["torch"], rows.get("naive")
+        shape = ", ".join(str(case[size]) for size in ("B", "Hq", "Hk", "L", "S", "E"))
+        three = format(naive["ms"], ".2f") if naive else ""
+        dtype = case["dtype"].removeprefix("torch.") + (", causal" if case["causal"] else "")
+        lines.append(
+            f"| {name} | {shape}, {dtype} | {case['kernel']} | {ours['ms']:.2f} | {ours['tflops']:.0f} | {theirs['ms']:.2f} | "
+            f"{case['ratio_to_torch']:.2f} | {three} | "
+            f"{ours['extra_bytes'] / 2**20:.0f}, {theirs['extra_bytes'] / 2**20:.0f} |"
+        )
+    within = sum(row["within_rule"] for row in record["error_rule"])
+    lines += [
+        "",
+        "Errors against float64 at most twice PyTorch's own plus one unit in the last place, forward and backward, "
+        f"E from 64 to 1024: {within} of {len(record['error_rule'])}. GPU tests: {tests['tests'] - tests['skipped']} run, "
+        f"{tests['failures'] + tests['errors']} failed. compute-sanitizer: "
+        + ", ".join(f"{tool} {'clean' if result['clean'] else 'NOT clean'}" for tool, result in tools.items())
+        + ".",
+    ]
+    return lines
+
+
+def cpu_table(record: dict[str, Any]) -> list[str]:
+    lines = [
+        f"**CPU** ({record['threads']} threads), torch {record['torch']}, {record['date']}:",
+        "",
+        "| call | ours, us | PyTorch's, us | ratio |",
+        "|---|---|---|---|",
+    ]
+    for row in record["rows"]:
+        lines.append(f"| {row['name']} | {row['ours_us']:.1f} | {row['torch_us']:.1f} | {row['ours_us'] / row['torch_us']:.2f} |")
+    return lines
+
+
+def main() -> int:
+    tables: list[str] = []
+    for path in sorted((ROOT / "bench" / "results").glob("*.json")):
+        record = json.loads(path.read_text())
+        command = "bench/record_cpu.py" if path.stem == "cpu" else "scripts/gpu_check WHEEL"
+        tables += [
+            "",
+            *(cpu_table(record) if path.stem == "cpu" else gpu_table(record)),
+            "",
+            f"From `bench/results/{path.name}`, by `{command}`.",
+        ]
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(BEGIN)
+    new = before + BEGIN + "\n".join([*tables, "", ""]) + END + rest.split(END)[1]
+    if "--check" in sys.argv:
+        if new != text:
+            print("README.md: its tables are not those of bench/results; run python scripts/make_tables.py")
+        return int(new != text)
+    readme.write_text(new)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
