@@ -59,9 +59,17 @@ struct Dropout {
 };
 
 // What stage 1 writes: scores in the accumulator type; exp(score - lse) in the tensors' dtype; or, half types only,
-// exp(score - maximum of its segment) in the tensors' dtype with the segments' maxima and sums.
+// exp(score - reference of its segment) in the tensors' dtype with the segments' statistics.
 enum class ScoresAs : int32_t { kScores, kProbabilities, kExponentials };
 constexpr int kSegment = 64;  // keys
+// The reference of a segment is the multiple of this at or below its maximum: segments of a row mostly share it, and then nothing has
+// to be rescaled. exp(8) = 2981 leaves room below half precision's 65504, and weights lie further above its subnormals.
+constexpr float kReferenceStep = 8.0f;
+struct alignas(16) SegmentStatistics {
+  float reference;
+  float sum;          // of the exponentials, for the log-sum-exp
+  float rounded_sum;  // of the same in the tensors' dtype, for the output: the weight of a row's only key is then exactly 1
+};
 
 // Scores of one slice: scale * query . key, mask, causal.
 struct QkScoresParams {
@@ -69,14 +77,13 @@ struct QkScoresParams {
   Slice slice;
   int64_t L, E;
   double scale;
-  MatrixView query;        // (N, L, E)
-  MatrixView key;          // (N / group, S, E)
-  MatrixView mask;         // broadcasts to (N, L, S)
-  MatrixView lse;          // (N, L), column unused; for probabilities
-  const void* norm;        // (N, L) contiguous, accumulator type: factor of a row's probabilities; null: 1
-  MatrixView out;          // slice (batch_count, row_count, col_count)
-  MatrixView segment_max;  // slice (batch_count, row_count, segments), accumulator type; for exponentials
-  MatrixView segment_sum;  // the same
+  MatrixView query;       // (N, L, E)
+  MatrixView key;         // (N / group, S, E)
+  MatrixView mask;        // broadcasts to (N, L, S)
+  MatrixView lse;         // (N, L), column unused; for probabilities
+  const void* norm;       // (N, L) contiguous, accumulator type: factor of a row's probabilities; null: 1
+  MatrixView out;         // slice (batch_count, row_count, col_count)
+  MatrixView statistics;  // slice (batch_count, row_count, segments) of SegmentStatistics; for exponentials
   ScoresAs output;
   DataType type;
   MaskType mask_type;
@@ -97,15 +104,14 @@ struct RowSoftmaxParams {
   bool causal;
 };
 
-// Exponentials relative to their segments' maxima -> the same relative to the row maximum, in place; row sums, log-sum-exp.
+// Exponentials relative to their segments' references -> the same relative to the row's, the largest, in place; row sums, log-sum-exp.
 struct SegmentSoftmaxParams {
   BatchDims batch;
   Slice slice;
-  MatrixView weights;      // slice (batch_count, row_count, col_count), half type
-  MatrixView segment_max;  // slice (batch_count, row_count, segments), float
-  MatrixView segment_sum;  // the same
-  MatrixView row_sum;      // slice (batch_count, row_count), float, column unused
-  MatrixView lse;          // (N, L), float, column unused
+  MatrixView weights;     // slice (batch_count, row_count, col_count), half type
+  MatrixView statistics;  // slice (batch_count, row_count, segments) of SegmentStatistics
+  MatrixView row_sum;     // slice (batch_count, row_count), float, column unused
+  MatrixView lse;         // (N, L), float, column unused
   Dropout dropout;
   DataType type;
   bool causal;

@@ -7,7 +7,8 @@
 namespace attention_ext {
 namespace {
 
-static_assert(kSegment == kSegmentKeys, "kernels and workspace agree on segments");
+static_assert(kSegment == kSegmentKeys && sizeof(SegmentStatistics) == kSegmentBytes,
+              "kernels and workspace agree on segments");
 
 ForwardSlices plan_forward(const ForwardParams& params) {
   return forward_slices(params.N, params.L, params.S, element_bytes(params.type), params.workspace_bytes);
@@ -18,8 +19,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
                          const MatrixView& row_sum, cudaStream_t stream) {
   char* workspace = static_cast<char*>(params.workspace);
   const bool by_segments = plan.segments > 0;
-  const MatrixView segment_max = slice_view(workspace + plan.segment_max_at, plan.rows, plan.segments, false);
-  const MatrixView segment_sum = slice_view(workspace + plan.segment_sum_at, plan.rows, plan.segments, false);
+  const MatrixView statistics = slice_view(workspace + plan.statistics_at, plan.rows, plan.segments, false);
 
   QkScoresParams qk = {};
   qk.batch = params.batch;
@@ -30,8 +30,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
   qk.key = params.key;
   qk.mask = params.mask;
   qk.out = weights;
-  qk.segment_max = segment_max;
-  qk.segment_sum = segment_sum;
+  qk.statistics = statistics;
   qk.output = by_segments ? ScoresAs::kExponentials : ScoresAs::kScores;
   qk.type = params.type;
   qk.mask_type = params.mask_type;
@@ -44,8 +43,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
     softmax.batch = params.batch;
     softmax.slice = slice;
     softmax.weights = weights;
-    softmax.segment_max = segment_max;
-    softmax.segment_sum = segment_sum;
+    softmax.statistics = statistics;
     softmax.row_sum = row_sum;
     softmax.lse = params.lse;
     softmax.dropout = params.dropout;

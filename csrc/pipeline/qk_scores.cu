@@ -1,7 +1,7 @@
 // Stage 1: scores = scale * query . key^T + mask, -inf where the bool mask or causality hides a key, for one slice.
-// For half types the forward takes them as exponentials instead: exp(score - maximum of its segment of 64 keys) in half
-// precision, with the segments' maxima and sums in float, which halves what is written and spares stage 2 a pass. In the backward
-// the same product ends in probabilities exp(score - lse).
+// For half types the forward takes them as exponentials instead: exp(score - reference of its segment of 64 keys) in half
+// precision, with the segments' statistics, which halves what is written and spares stage 2 its passes where the
+// segments of a row share a reference (kReferenceStep). In the backward the same product ends in probabilities exp(score - lse).
 //
 // Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: scale, mask, causal
 // select, store. Tiles wholly above the diagonal return at once.
@@ -148,26 +148,30 @@ struct ScoresWork {
         for (int e = 0; e < 4; ++e) max = maximum(max, x[quad][e]);
       }
       max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
-      const Acc reference = max == negative_infinity(Acc(0)) ? Acc(0) : max;
+      const Acc stored_reference = floorf(max * (1.0f / kReferenceStep)) * kReferenceStep;  // -inf stays -inf
+      const Acc reference = max == negative_infinity(Acc(0)) ? Acc(0) : stored_reference;
       __syncwarp();  // the strip has been read
 
       T* s_half = reinterpret_cast<T*>(s_strip);
-      Acc sum = 0;
+      Acc sum = 0, rounded_sum = 0;
 #pragma unroll
       for (int quad = 0; quad < kQuads; ++quad) {
+        Quad<T> weights;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          x[quad][e] = exp_difference<T>(x[quad][e], reference);
-          sum += x[quad][e];
+          const Acc weight = exp_difference<T>(x[quad][e], reference);
+          weights.value[e] = from_accumulator<T>(weight);
+          sum += weight;
+          rounded_sum += to_accumulator(weights.value[e]);
         }
-        store_whole_quad(s_half + lane_row * kHalfPitch + (2 * quad + lane % 2) * 4, x[quad]);
+        *reinterpret_cast<Quad<T>*>(s_half + lane_row * kHalfPitch + (2 * quad + lane % 2) * 4) = weights;
       }
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      rounded_sum += __shfl_xor_sync(0xffffffffu, rounded_sum, 1);
       if (lane % 2 == 0 && row < at.rows && strip_col < at.cols) {
-        const int64_t segment = at.slice_index * p.segment_max.slice_stride + (at.slice_row + row) * p.segment_max.row_stride +
-                                (at.slice_col + strip_col) / kSegment;
-        static_cast<Acc*>(p.segment_max.data)[segment] = max;
-        static_cast<Acc*>(p.segment_sum.data)[segment] = sum;
+        static_cast<SegmentStatistics*>(
+            p.statistics.data)[at.slice_index * p.statistics.slice_stride + (at.slice_row + row) * p.statistics.row_stride +
+                               (at.slice_col + strip_col) / kSegment] = {stored_reference, sum, rounded_sum};
       }
       __syncwarp();  // the exponentials are there
 #pragma unroll

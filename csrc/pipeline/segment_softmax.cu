@@ -1,11 +1,12 @@
-// Stage 2 for half types: the softmax of rows that stage 1 left as exponentials relative to the maximum of each segment of 64 keys.
+// Stage 2 for half types: the softmax of rows that stage 1 left as exponentials relative to the reference of each segment of 64 keys.
 //
-// 1. Each row's maximum and sum come from those of its segments, by warp shuffles: 8 bytes read per 64 keys.
-// 2. Weights are brought to the row maximum in place, w * exp(segment maximum - row maximum), 16 bytes per thread and access; a
-//    segment that holds the maximum is left alone. Dropout is applied here, after the sum.
+// 1. Each row's reference (the largest) and sums come from the statistics of its segments, by warp shuffles: 16 bytes read per 64
+//    keys. A warp does so for its four rows at the same time, so that their reads overlap.
+// 2. Where segments of a row have another reference than the row, and for dropout (which comes after the sums), weights are
+//    brought to the row's in place, w * exp(segment's - row's), 16 bytes per thread and access. Mostly there is nothing to do.
 // 3. -inf everywhere: weights 0, sum 0, lse -inf. NaN and +inf: NaN.
 // Grid: one CTA of 256 threads per 32 rows (warp per row, four rows in turn) or, for more than 4096 keys, per row. Shared memory:
-// 64 bytes.
+// 96 bytes.
 #include "../device/batch.cuh"
 #include "../device/random.cuh"
 #include "../device/types.cuh"
@@ -27,15 +28,58 @@ struct SegmentTile {
   static_assert(kSegment % kChunk == 0, "a chunk lies in one segment");
 };
 
+// e^(reference - row_reference); a segment without a visible key (-inf) keeps its zeros.
+template <class T>
+__device__ __forceinline__ float rescale_factor(float reference, float row_reference) {
+  return exp_difference<T>(reference == negative_infinity(0.0f) ? row_reference : reference, row_reference);
+}
+
+// Whether any thread of the row says so.
+template <class Tile>
+__device__ __forceinline__ bool any_of_row(bool mine) {
+  if constexpr (Tile::kThreadsPerRow == 32) {
+    return __any_sync(0xffffffffu, mine);
+  } else {
+    return __syncthreads_or(mine);
+  }
+}
+
+// Brings the weights of columns [0, filled) of a row to the row's reference and drops some.
 template <class Tile, bool kDropout>
-__global__ void __launch_bounds__(kSoftmaxThreads, 4)
-    segment_softmax_kernel(const __grid_constant__ SegmentSoftmaxParams p, int row_tile, int64_t row_groups,
-                           int64_t first_group) {
+__device__ __forceinline__ void rescale_row(const SegmentSoftmaxParams& p, const SegmentStatistics* g_statistics, int segments,
+                                            float row_reference, int64_t n, int row, int filled, typename Tile::T* g_row) {
   using T = typename Tile::T;
-  __shared__ float s_partial[2][kSoftmaxThreads / 32];
   struct alignas(16) Chunk {
     T value[Tile::kChunk];
   };
+  const int64_t seed = kDropout ? *p.dropout.seed : 0;
+#pragma unroll 1
+  for (int col = threadIdx.x % Tile::kThreadsPerRow * Tile::kChunk; col < filled; col += Tile::kThreadsPerRow * Tile::kChunk) {
+    const int segment = col / kSegment;
+    // Behind `segments` lie zeros that stage 1 wrote for a tile on the diagonal.
+    const float factor = segment < segments ? rescale_factor<T>(g_statistics[segment].reference, row_reference) : 1.0f;
+    if (factor == 1.0f && !kDropout) continue;
+    Chunk chunk = *reinterpret_cast<const Chunk*>(g_row + col);
+#pragma unroll
+    for (int quad = 0; quad < Tile::kChunk; quad += 4) {
+      float weights[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) weights[e] = to_accumulator(chunk.value[quad + e]) * factor;
+      if constexpr (kDropout) drop_quad(weights, p.dropout, seed, n, row, col + quad);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) chunk.value[quad + e] = from_accumulator<T>(weights[e]);
+    }
+    *reinterpret_cast<Chunk*>(g_row + col) = chunk;
+  }
+}
+
+template <class Tile, bool kDropout>
+__global__ void __launch_bounds__(kSoftmaxThreads, 3)
+    segment_softmax_kernel(const __grid_constant__ SegmentSoftmaxParams p, int row_tile, int64_t row_groups,
+                           int64_t first_group) {
+  using T = typename Tile::T;
+  constexpr int kRows = Tile::kRowsPerGroup;
+  __shared__ float s_partial[3][kSoftmaxThreads / 32];
 
   const int64_t flat_group =
       first_group + static_cast<int64_t>(blockIdx.x) * Tile::kGroupsPerCta + threadIdx.x / Tile::kThreadsPerRow;
@@ -44,57 +88,73 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
   divide(flat_group, row_groups, slice_index, group);
   const int64_t n = p.slice.batch_begin + slice_index;
   const int thread = threadIdx.x % Tile::kThreadsPerRow;
-  const int64_t seed = kDropout ? *p.dropout.seed : 0;
   const int keys = static_cast<int>(p.slice.col_count);
-  float* g_lse = static_cast<float*>(p.lse.data) + batch_offset(p.batch, p.lse, n, slice_index);
+  const int64_t first_row = group * kRows;
+  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), p.slice.row_count - first_row));
+  const auto* g_statistics = static_cast<const SegmentStatistics*>(p.statistics.data) +
+                             slice_index * p.statistics.slice_stride + first_row * p.statistics.row_stride;
+  // Causal: segments that begin after key `row` are hidden and may not have been written.
+  const auto segments_of = [&](int i) {
+    const int row = static_cast<int>(p.slice.row_begin + first_row) + i;
+    return i < rows ? ((p.causal ? min(row + 1, keys) : keys) + kSegment - 1) / kSegment : 0;
+  };
 
+  // Each thread's first segment of every row; rows of up to 2048 keys have no second one.
+  SegmentStatistics mine[kRows];
+  float reference[kRows], sum[kRows], rounded_sum[kRows];
+  bool rescale[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    mine[i] = {negative_infinity(0.0f), 0.0f, 0.0f};
+    if (thread < segments_of(i)) mine[i] = g_statistics[i * p.statistics.row_stride + thread];
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const SegmentStatistics* g_row = g_statistics + i * p.statistics.row_stride;
+    const int segments = segments_of(i);
+    float max = mine[i].reference;
 #pragma unroll 1
-  for (int64_t slice_row = group * Tile::kRowsPerGroup; slice_row < min(p.slice.row_count, (group + 1) * Tile::kRowsPerGroup);
-       ++slice_row) {
-    const int row = static_cast<int>(p.slice.row_begin + slice_row);
-    // Causal: segments that begin after key `row` are hidden and may not have been written; stage 3 reads to the tile's end.
-    const int visible = p.causal ? min(row + 1, keys) : keys;
-    const int tile_end = static_cast<int>(p.slice.row_begin) + (static_cast<int>(slice_row) / row_tile + 1) * row_tile;
-    const int filled = p.causal ? min(tile_end, keys) : keys;
-    const int64_t statistics = slice_index * p.segment_max.slice_stride + slice_row * p.segment_max.row_stride;
-    const float* g_max = static_cast<const float*>(p.segment_max.data) + statistics;
-    const float* g_sum = static_cast<const float*>(p.segment_sum.data) + statistics;
-    const int segments = (visible + kSegment - 1) / kSegment;
-
-    float max = negative_infinity(0.0f);
-    for (int segment = thread; segment < segments; segment += Tile::kThreadsPerRow) max = maximum(max, g_max[segment]);
-    max = reduce_row<Tile, Maximum>(max, s_partial[0]);
-    // A maximum of -inf (nothing visible) stands for 0, so that -inf - -inf never arises.
-    const auto factor_of = [&](float segment_max) {
-      const float reference = max == negative_infinity(0.0f) ? 0.0f : max;
-      return exp_difference<T>(segment_max == negative_infinity(0.0f) ? reference : segment_max, reference);
-    };
-    float sum = 0.0f;
-    for (int segment = thread; segment < segments; segment += Tile::kThreadsPerRow)
-      sum += g_sum[segment] * factor_of(g_max[segment]);
-    sum = reduce_row<Tile, Sum>(sum, s_partial[1]);
-
-    T* g_row = static_cast<T*>(p.weights.data) + slice_index * p.weights.slice_stride + slice_row * p.weights.row_stride;
-    for (int col = thread * Tile::kChunk; col < filled; col += Tile::kThreadsPerRow * Tile::kChunk) {
-      const bool hidden = col / kSegment >= segments;  // of a tile on the diagonal: written by stage 1 as zeros
-      const float factor = hidden ? 1.0f : factor_of(g_max[col / kSegment]);
-      if (factor == 1.0f && !kDropout) continue;
-      Chunk chunk = *reinterpret_cast<const Chunk*>(g_row + col);
-#pragma unroll
-      for (int quad = 0; quad < Tile::kChunk; quad += 4) {
-        float weights[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) weights[e] = to_accumulator(chunk.value[quad + e]) * factor;
-        if constexpr (kDropout) drop_quad(weights, p.dropout, seed, n, row, col + quad);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) chunk.value[quad + e] = from_accumulator<T>(weights[e]);
-      }
-      *reinterpret_cast<Chunk*>(g_row + col) = chunk;
+    for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
+      max = maximum(max, g_row[segment].reference);
     }
+    max = reduce_row<Tile, Maximum>(max, s_partial[0]);
+    reference[i] = max == negative_infinity(0.0f) ? 0.0f : max;  // so that -inf - -inf never arises
+
+    const float factor = rescale_factor<T>(mine[i].reference, reference[i]);
+    sum[i] = mine[i].sum * factor;
+    rounded_sum[i] = mine[i].rounded_sum * factor;
+    rescale[i] = factor != 1.0f;
+#pragma unroll 1
+    for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
+      const SegmentStatistics other = g_row[segment];
+      const float other_factor = rescale_factor<T>(other.reference, reference[i]);
+      sum[i] += other.sum * other_factor;
+      rounded_sum[i] += other.rounded_sum * other_factor;
+      rescale[i] = rescale[i] || other_factor != 1.0f;
+    }
+    sum[i] = reduce_row<Tile, Sum>(sum[i], s_partial[1]);
+    rounded_sum[i] = reduce_row<Tile, Sum>(rounded_sum[i], s_partial[2]);
+    rescale[i] = kDropout || any_of_row<Tile>(rescale[i]);
+  }
+
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (i >= rows) break;
+    const int64_t slice_row = first_row + i;
+    const int row = static_cast<int>(p.slice.row_begin + slice_row);
     if (thread == 0) {
-      float* g_row_sum = static_cast<float*>(p.row_sum.data) + slice_index * p.row_sum.slice_stride;
-      g_row_sum[slice_row * p.row_sum.row_stride] = sum;
-      g_lse[row * p.lse.row_stride] = sum == 0.0f ? negative_infinity(0.0f) : max + natural_log(sum);
+      static_cast<float*>(p.row_sum.data)[slice_index * p.row_sum.slice_stride + slice_row * p.row_sum.row_stride] =
+          rounded_sum[i];
+      static_cast<float*>(p.lse.data)[batch_offset(p.batch, p.lse, n, slice_index) + row * p.lse.row_stride] =
+          sum[i] == 0.0f ? negative_infinity(0.0f) : reference[i] + natural_log(sum[i]);
+    }
+    if (rescale[i]) {
+      // Stage 3 reads to the end of the row's tile.
+      const int tile_end = static_cast<int>(p.slice.row_begin) + (static_cast<int>(slice_row) / row_tile + 1) * row_tile;
+      rescale_row<Tile, kDropout>(
+          p, g_statistics + i * p.statistics.row_stride, segments_of(i), reference[i], n, row,
+          p.causal ? min(tile_end, keys) : keys,
+          static_cast<T*>(p.weights.data) + slice_index * p.weights.slice_stride + slice_row * p.weights.row_stride);
     }
   }
 }
