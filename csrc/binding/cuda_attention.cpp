@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "../plan.h"
+#include "../sm90/tensor_map.h"
 #include "checks.h"
 
 namespace attention_ext {
@@ -13,17 +14,22 @@ namespace {
 using torch::stable::accelerator::DeviceGuard;
 
 // The kernel to run: the one that was asked for by name, or the plan's choice.
-Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, MaskType mask, int32_t device) {
-  Kernel kernel;
-  if (kernel_by_name(name, kernel)) return kernel;
-  if (name != "auto") fail(op, "kernel_name", "\"auto\" or \"pipeline\"", "\"" + name + "\"");
+Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, bool tma_operands, int32_t device) {
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  Kernel kernel;
+  if (kernel_by_name(name, kernel)) {
+    if (kernel == Kernel::kSm90_512 && !(ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90 && fused_forward_512_takes(params))) {
+      fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\"");
+    }
+    return kernel;
+  }
+  if (name != "auto") fail(op, "kernel_name", "\"auto\", \"pipeline\" or \"sm90_512\"", "\"" + name + "\"");
   const int64_t heads = params.batch.size[params.batch.count - 1];
   Problem problem = {params.N / std::max<int64_t>(heads, 1),
                      heads,
-                     heads,
+                     heads / params.key.group,
                      params.L,
                      params.S,
                      params.E,
@@ -32,8 +38,11 @@ Kernel choose_kernel(const char* op, const std::string& name, const ForwardParam
                      MaskKind::kNone,
                      params.causal,
                      params.dropout.seed != nullptr,
-                     10 * major + minor};
-  problem.mask = mask == MaskType::kNone ? MaskKind::kNone : mask == MaskType::kBool ? MaskKind::kBool : MaskKind::kFloat;
+                     10 * major + minor,
+                     tma_operands};
+  problem.mask = params.mask_type == MaskType::kNone   ? MaskKind::kNone
+                 : params.mask_type == MaskType::kBool ? MaskKind::kBool
+                                                       : MaskKind::kFloat;
   return make_plan(problem, params.workspace_bytes).kernel;
 }
 
@@ -81,7 +90,13 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
   views.finish(params.batch);
   params.workspace_bytes = workspace_bytes;
-  switch (choose_kernel(op, kernel_name, params, params.mask_type, device)) {
+  const bool tma_operands = std::max({query.dim(), key.dim(), value.dim()}) <= 5 && params.query.vector &&
+                            params.key.group == params.value.group && tensor_map_takes(params.batch, params.key, params.S) &&
+                            tensor_map_takes(params.batch, params.value, params.S);
+  switch (choose_kernel(op, kernel_name, params, tma_operands, device)) {
+    case Kernel::kSm90_512:
+      check_status(op, fused_forward_512(params, current_stream(device)), device);
+      return {out, lse};
     case Kernel::kPipeline: {
       Tensor workspace = allocate_bytes(pipeline_forward_workspace(params), device);
       params.workspace = data_of(workspace);

@@ -43,6 +43,20 @@ __device__ __forceinline__ double from_accumulator<double>(double x) {
   return x;
 }
 
+// Two adjacent elements of a half type as one register, the first one in the low half.
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 // Four adjacent elements as they lie in memory: 8 bytes of half types, 16 of float, 32 of double (two 16-byte
 // accesses).
 template <class T>

@@ -1,0 +1,27 @@
+// Tiles of tensors copied by the copy engine (cp.async.bulk.tensor: sm_90), one instruction per function.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace attention_ext {
+
+// A box of a five-dimensional tensor, its first element at `at` (innermost first), to shared memory; `barrier` counts its bytes.
+// Elements outside the tensor become zeros and count as well. One thread.
+struct TensorPosition {
+  int32_t at[5];
+};
+__device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map, const TensorPosition& box, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], [%2];\n" ::
+          "r"(s_dst),
+      "l"(map), "r"(barrier), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4])
+      : "memory");
+}
+
+__device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map) : "memory");
+}
+
+}  // namespace attention_ext

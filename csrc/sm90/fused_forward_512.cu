@@ -1,0 +1,63 @@
+// The fused forward for head dims up to 512: which tile a problem gets, and its launch.
+#include "fused_forward.cuh"
+#include "tensor_map.h"
+
+namespace attention_ext {
+namespace {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+template <class Tile, bool kGeneral>
+cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
+  constexpr int64_t kMaxBlocks = 0x7fffffff;
+  FusedMaps maps;
+  cudaError_t status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
+  if (status != cudaSuccess) return status;
+  status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kValueKeys);
+  if (status != cudaSuccess) return status;
+  auto* kernel = fused_forward_kernel<Tile, kGeneral>;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (status != cudaSuccess) return status;
+  const int64_t m_tiles = ceil_div(params.L * params.key.group, Tile::kM);
+  const int64_t tiles = params.N / params.key.group * m_tiles;
+  for (int64_t first = 0; first < tiles; first += kMaxBlocks) {
+    const int64_t count = tiles - first < kMaxBlocks ? tiles - first : kMaxBlocks;
+    kernel<<<static_cast<unsigned>(count), Tile::kThreads, kSharedBytes, stream>>>(params, maps, static_cast<int>(m_tiles),
+                                                                                   first);
+    status = cudaGetLastError();
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+template <class T>
+cudaError_t launch_typed(const ForwardParams& params, cudaStream_t stream) {
+  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr;
+  const int64_t width = params.E > params.Ev ? params.E : params.Ev;
+  if (width <= 384) {
+    return general ? launch<FusedTile<T, 384>, true>(params, stream) : launch<FusedTile<T, 384>, false>(params, stream);
+  }
+  return general ? launch<FusedTile<T, 512>, true>(params, stream) : launch<FusedTile<T, 512>, false>(params, stream);
+}
+
+}  // namespace
+
+bool fused_forward_512_takes(const ForwardParams& params) {
+  const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
+  const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
+  return half_type && not_empty && params.E <= 512 && params.Ev <= 512 && params.query.vector &&
+         params.key.group == params.value.group && params.L * params.key.group < (int64_t{1} << 31) - 1024 &&
+         tensor_map_takes(params.batch, params.key, params.S) && tensor_map_takes(params.batch, params.value, params.S);
+}
+
+cudaError_t fused_forward_512(const ForwardParams& params, cudaStream_t stream) {
+  if (!fused_forward_512_takes(params)) return cudaErrorInvalidValue;
+  switch (params.type) {
+    case DataType::kHalf: return launch_typed<__half>(params, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention_ext
