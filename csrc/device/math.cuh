@@ -35,17 +35,17 @@ __device__ __forceinline__ double natural_log(double x) { return log(x); }
 __device__ __forceinline__ float maximum(float a, float b) { return fmaxf(a, b); }
 __device__ __forceinline__ double maximum(double a, double b) { return fmax(a, b); }
 
-// All 32 lanes take part, and all get the result. The order of additions is fixed.
-template <class A>
+// Over groups of kLanes adjacent lanes; all 32 take part, and all get their group's result. The order of additions is fixed.
+template <int kLanes = 32, class A>
 __device__ __forceinline__ A warp_max(A x) {
 #pragma unroll
-  for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) x = maximum(x, __shfl_xor_sync(0xffffffffu, x, lane_mask));
+  for (int lane_mask = kLanes / 2; lane_mask > 0; lane_mask /= 2) x = maximum(x, __shfl_xor_sync(0xffffffffu, x, lane_mask));
   return x;
 }
-template <class A>
+template <int kLanes = 32, class A>
 __device__ __forceinline__ A warp_sum(A x) {
 #pragma unroll
-  for (int lane_mask = 16; lane_mask > 0; lane_mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_mask);
+  for (int lane_mask = kLanes / 2; lane_mask > 0; lane_mask /= 2) x += __shfl_xor_sync(0xffffffffu, x, lane_mask);
   return x;
 }
 

@@ -55,6 +55,15 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
                "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" DESTINATION "}, " A ", " B                    \
                ", add, 1, 1, 0, " TRANSPOSED ";\n}\n" : __VA_ARGS__ : "l"(a), "l"(b), "r"(static_cast<uint32_t>(fresh)), "n"(kColumnsB))
 
+#define ATTENTION_EXT_DESTINATION_64 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define ATTENTION_EXT_REGISTERS_64 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+
 #define ATTENTION_EXT_DESTINATION_128 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -120,9 +129,13 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
 
 template <class T, bool kColumnsB, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh) {
-  static_assert(kCount == 64 || kCount == 96 || kCount == 128, "n of 128, 192 or 256");
+  static_assert(kCount == 32 || kCount == 64 || kCount == 96 || kCount == 128, "n of 64, 128, 192 or 256");
   constexpr bool kHalf = std::is_same_v<T, __half>;
-  if constexpr (kCount == 64 && kHalf)
+  if constexpr (kCount == 32 && kHalf)
+    ATTENTION_EXT_WGMMA("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", ATTENTION_EXT_REGISTERS_64);
+  else if constexpr (kCount == 32 && !kHalf)
+    ATTENTION_EXT_WGMMA("64", "bf16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", ATTENTION_EXT_REGISTERS_64);
+  else if constexpr (kCount == 64 && kHalf)
     ATTENTION_EXT_WGMMA("128", "f16", ATTENTION_EXT_DESTINATION_128, "%64", "%65", "%66", "%67", ATTENTION_EXT_REGISTERS_128);
   else if constexpr (kCount == 64 && !kHalf)
     ATTENTION_EXT_WGMMA("128", "bf16", ATTENTION_EXT_DESTINATION_128, "%64", "%65", "%66", "%67", ATTENTION_EXT_REGISTERS_128);
@@ -136,6 +149,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
     ATTENTION_EXT_WGMMA("256", "bf16", ATTENTION_EXT_DESTINATION_256, "%128", "%129", "%130", "%131", ATTENTION_EXT_REGISTERS_256);
 }
 
+#undef ATTENTION_EXT_DESTINATION_64
+#undef ATTENTION_EXT_REGISTERS_64
 #undef ATTENTION_EXT_DESTINATION_128
 #undef ATTENTION_EXT_REGISTERS_128
 #undef ATTENTION_EXT_DESTINATION_192

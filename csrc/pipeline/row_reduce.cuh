@@ -8,9 +8,9 @@ namespace attention_ext {
 constexpr int kSoftmaxThreads = 256;  // of a CTA
 
 struct Maximum {
-  template <class A>
+  template <int kLanes, class A>
   static __device__ __forceinline__ A of_warp(A x) {
-    return warp_max(x);
+    return warp_max<kLanes>(x);
   }
   template <class A>
   static __device__ __forceinline__ A of_pair(A a, A b) {
@@ -18,9 +18,9 @@ struct Maximum {
   }
 };
 struct Sum {
-  template <class A>
+  template <int kLanes, class A>
   static __device__ __forceinline__ A of_warp(A x) {
-    return warp_sum(x);
+    return warp_sum<kLanes>(x);
   }
   template <class A>
   static __device__ __forceinline__ A of_pair(A a, A b) {
@@ -31,7 +31,8 @@ struct Sum {
 // Reduces over the threads of a row; all of them get the result. `s_partial` has one place per warp.
 template <class Tile, class Operation>
 __device__ __forceinline__ typename Tile::Acc reduce_row(typename Tile::Acc x, typename Tile::Acc* s_partial) {
-  x = Operation::of_warp(x);
+  constexpr int kLanes = Tile::kThreadsPerRow > 32 ? 32 : Tile::kThreadsPerRow;
+  x = Operation::template of_warp<kLanes>(x);
   if constexpr (Tile::kThreadsPerRow > 32) {
     __syncthreads();  // the partials of the reduction before this one have been read
     if (threadIdx.x % 32 == 0) s_partial[threadIdx.x / 32] = x;

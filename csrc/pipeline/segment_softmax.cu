@@ -1,12 +1,12 @@
 // Stage 2 for half types: the softmax of rows that stage 1 left as exponentials relative to the reference of each segment of 64 keys.
 //
 // 1. Each row's reference (the largest) and sums come from the statistics of its segments, by warp shuffles: 16 bytes read per 64
-//    keys. A warp does so for its four rows at the same time, so that their reads overlap.
+//    keys.
 // 2. Where segments of a row have another reference than the row, and for dropout (which comes after the sums), weights are
 //    brought to the row's in place, w * exp(segment's - row's), 16 bytes per thread and access. Mostly there is nothing to do.
 // 3. -inf everywhere: weights 0, sum 0, lse -inf. NaN and +inf: NaN.
-// Grid: one CTA of 256 threads per 32 rows (warp per row, four rows in turn) or, for more than 4096 keys, per row. Shared memory:
-// 96 bytes.
+// Grid: one CTA of 256 threads per 32 rows of up to 1024 keys (8 lanes a row), 8 rows of up to 4096 (a warp a row), or one row.
+// Shared memory: 96 bytes.
 #include "../device/batch.cuh"
 #include "../device/random.cuh"
 #include "../device/types.cuh"
@@ -22,8 +22,7 @@ struct SegmentTile {
   using T = T_;
   using Acc = float;
   static constexpr int kThreadsPerRow = kThreadsPerRow_;
-  static constexpr int kRowsPerGroup = kThreadsPerRow == 32 ? 4 : 1;  // finding the matrix costs as much as a short row
-  static constexpr int kGroupsPerCta = kSoftmaxThreads / kThreadsPerRow;
+  static constexpr int kRowsPerCta = kSoftmaxThreads / kThreadsPerRow;
   static constexpr int kChunk = 8;  // weights of one 16-byte access
   static_assert(kSegment % kChunk == 0, "a chunk lies in one segment");
 };
@@ -34,11 +33,13 @@ __device__ __forceinline__ float rescale_factor(float reference, float row_refer
   return exp_difference<T>(reference == negative_infinity(0.0f) ? row_reference : reference, row_reference);
 }
 
-// Whether any thread of the row says so.
+// Whether any thread of the row says so. All of the CTA's threads ask.
 template <class Tile>
 __device__ __forceinline__ bool any_of_row(bool mine) {
-  if constexpr (Tile::kThreadsPerRow == 32) {
-    return __any_sync(0xffffffffu, mine);
+  if constexpr (Tile::kThreadsPerRow <= 32) {
+    const unsigned lane = threadIdx.x % 32, first = lane / Tile::kThreadsPerRow * Tile::kThreadsPerRow;
+    const unsigned row = (0xffffffffu >> (32 - Tile::kThreadsPerRow)) << first;
+    return (__ballot_sync(0xffffffffu, mine) & row) != 0;
   } else {
     return __syncthreads_or(mine);
   }
@@ -74,88 +75,64 @@ __device__ __forceinline__ void rescale_row(const SegmentSoftmaxParams& p, const
 }
 
 template <class Tile, bool kDropout>
-__global__ void __launch_bounds__(kSoftmaxThreads, 3)
-    segment_softmax_kernel(const __grid_constant__ SegmentSoftmaxParams p, int row_tile, int64_t row_groups,
-                           int64_t first_group) {
+__global__ void __launch_bounds__(kSoftmaxThreads, 4)
+    segment_softmax_kernel(const __grid_constant__ SegmentSoftmaxParams p, int row_tile, int64_t first_row) {
   using T = typename Tile::T;
-  constexpr int kRows = Tile::kRowsPerGroup;
   __shared__ float s_partial[3][kSoftmaxThreads / 32];
 
-  const int64_t flat_group =
-      first_group + static_cast<int64_t>(blockIdx.x) * Tile::kGroupsPerCta + threadIdx.x / Tile::kThreadsPerRow;
-  if (flat_group >= p.slice.batch_count * row_groups) return;  // whole warps of a warp-per-row CTA, never part of a row
-  int64_t slice_index, group;
-  divide(flat_group, row_groups, slice_index, group);
+  const int64_t flat_row =
+      first_row + static_cast<int64_t>(blockIdx.x) * Tile::kRowsPerCta + threadIdx.x / Tile::kThreadsPerRow;
+  const bool exists = flat_row < p.slice.batch_count * p.slice.row_count;  // threads without a row take part in the reductions
+  int64_t slice_index, slice_row;
+  divide(exists ? flat_row : 0, p.slice.row_count, slice_index, slice_row);
   const int64_t n = p.slice.batch_begin + slice_index;
   const int thread = threadIdx.x % Tile::kThreadsPerRow;
   const int keys = static_cast<int>(p.slice.col_count);
-  const int64_t first_row = group * kRows;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(kRows), p.slice.row_count - first_row));
-  const auto* g_statistics = static_cast<const SegmentStatistics*>(p.statistics.data) +
-                             slice_index * p.statistics.slice_stride + first_row * p.statistics.row_stride;
+  const int row = static_cast<int>(p.slice.row_begin + slice_row);
   // Causal: segments that begin after key `row` are hidden and may not have been written.
-  const auto segments_of = [&](int i) {
-    const int row = static_cast<int>(p.slice.row_begin + first_row) + i;
-    return i < rows ? ((p.causal ? min(row + 1, keys) : keys) + kSegment - 1) / kSegment : 0;
-  };
+  const int visible = p.causal ? min(row + 1, keys) : keys;
+  const int segments = exists ? (visible + kSegment - 1) / kSegment : 0;
+  const auto* g_statistics = static_cast<const SegmentStatistics*>(p.statistics.data) +
+                             slice_index * p.statistics.slice_stride + slice_row * p.statistics.row_stride;
 
-  // Each thread's first segment of every row; rows of up to 2048 keys have no second one.
-  SegmentStatistics mine[kRows];
-  float reference[kRows], sum[kRows], rounded_sum[kRows];
-  bool rescale[kRows];
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    mine[i] = {negative_infinity(0.0f), 0.0f, 0.0f};
-    if (thread < segments_of(i)) mine[i] = g_statistics[i * p.statistics.row_stride + thread];
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    const SegmentStatistics* g_row = g_statistics + i * p.statistics.row_stride;
-    const int segments = segments_of(i);
-    float max = mine[i].reference;
+  // Each thread's first segment is read once; most rows have no second one.
+  SegmentStatistics first = {negative_infinity(0.0f), 0.0f, 0.0f};
+  if (thread < segments) first = g_statistics[thread];
+  float max = first.reference;
 #pragma unroll 1
-    for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
-      max = maximum(max, g_row[segment].reference);
-    }
-    max = reduce_row<Tile, Maximum>(max, s_partial[0]);
-    reference[i] = max == negative_infinity(0.0f) ? 0.0f : max;  // so that -inf - -inf never arises
-
-    const float factor = rescale_factor<T>(mine[i].reference, reference[i]);
-    sum[i] = mine[i].sum * factor;
-    rounded_sum[i] = mine[i].rounded_sum * factor;
-    rescale[i] = factor != 1.0f;
-#pragma unroll 1
-    for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
-      const SegmentStatistics other = g_row[segment];
-      const float other_factor = rescale_factor<T>(other.reference, reference[i]);
-      sum[i] += other.sum * other_factor;
-      rounded_sum[i] += other.rounded_sum * other_factor;
-      rescale[i] = rescale[i] || other_factor != 1.0f;
-    }
-    sum[i] = reduce_row<Tile, Sum>(sum[i], s_partial[1]);
-    rounded_sum[i] = reduce_row<Tile, Sum>(rounded_sum[i], s_partial[2]);
-    rescale[i] = kDropout || any_of_row<Tile>(rescale[i]);
+  for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
+    max = maximum(max, g_statistics[segment].reference);
   }
+  max = reduce_row<Tile, Maximum>(max, s_partial[0]);
+  const float reference = max == negative_infinity(0.0f) ? 0.0f : max;  // so that -inf - -inf never arises
 
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    if (i >= rows) break;
-    const int64_t slice_row = first_row + i;
-    const int row = static_cast<int>(p.slice.row_begin + slice_row);
-    if (thread == 0) {
-      static_cast<float*>(p.row_sum.data)[slice_index * p.row_sum.slice_stride + slice_row * p.row_sum.row_stride] =
-          rounded_sum[i];
-      static_cast<float*>(p.lse.data)[batch_offset(p.batch, p.lse, n, slice_index) + row * p.lse.row_stride] =
-          sum[i] == 0.0f ? negative_infinity(0.0f) : reference[i] + natural_log(sum[i]);
-    }
-    if (rescale[i]) {
-      // Stage 3 reads to the end of the row's tile.
-      const int tile_end = static_cast<int>(p.slice.row_begin) + (static_cast<int>(slice_row) / row_tile + 1) * row_tile;
-      rescale_row<Tile, kDropout>(
-          p, g_statistics + i * p.statistics.row_stride, segments_of(i), reference[i], n, row,
-          p.causal ? min(tile_end, keys) : keys,
-          static_cast<T*>(p.weights.data) + slice_index * p.weights.slice_stride + slice_row * p.weights.row_stride);
-    }
+  const float factor = rescale_factor<T>(first.reference, reference);
+  float sum = first.sum * factor, rounded_sum = first.rounded_sum * factor;
+  bool rescale = factor != 1.0f;
+#pragma unroll 1
+  for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
+    const SegmentStatistics other = g_statistics[segment];
+    const float other_factor = rescale_factor<T>(other.reference, reference);
+    sum += other.sum * other_factor;
+    rounded_sum += other.rounded_sum * other_factor;
+    rescale = rescale || other_factor != 1.0f;
+  }
+  sum = reduce_row<Tile, Sum>(sum, s_partial[1]);
+  rounded_sum = reduce_row<Tile, Sum>(rounded_sum, s_partial[2]);
+  rescale = kDropout || any_of_row<Tile>(rescale);
+  if (!exists) return;
+
+  if (thread == 0) {
+    static_cast<float*>(p.row_sum.data)[slice_index * p.row_sum.slice_stride + slice_row * p.row_sum.row_stride] = rounded_sum;
+    static_cast<float*>(p.lse.data)[batch_offset(p.batch, p.lse, n, slice_index) + row * p.lse.row_stride] =
+        sum == 0.0f ? negative_infinity(0.0f) : reference + natural_log(sum);
+  }
+  if (rescale) {
+    // Stage 3 reads to the end of the row's tile.
+    const int tile_end = static_cast<int>(p.slice.row_begin) + (static_cast<int>(slice_row) / row_tile + 1) * row_tile;
+    rescale_row<Tile, kDropout>(
+        p, g_statistics, segments, reference, n, row, p.causal ? min(tile_end, keys) : keys,
+        static_cast<T*>(p.weights.data) + slice_index * p.weights.slice_stride + slice_row * p.weights.row_stride);
   }
 }
 
@@ -163,12 +140,11 @@ template <class Tile>
 cudaError_t launch_tile(const SegmentSoftmaxParams& params, cudaStream_t stream) {
   constexpr int64_t kMaxBlocks = 0x7fffffff;
   auto* kernel = params.dropout.seed == nullptr ? segment_softmax_kernel<Tile, false> : segment_softmax_kernel<Tile, true>;
-  const int64_t row_groups = ceil_div(params.slice.row_count, Tile::kRowsPerGroup);
-  const int64_t groups = params.slice.batch_count * row_groups;
-  for (int64_t first = 0; first < groups; first += kMaxBlocks * Tile::kGroupsPerCta) {
-    const int64_t blocks = ceil_div(groups - first, Tile::kGroupsPerCta);
+  const int64_t rows = params.slice.batch_count * params.slice.row_count;
+  for (int64_t first = 0; first < rows; first += kMaxBlocks * Tile::kRowsPerCta) {
+    const int64_t blocks = ceil_div(rows - first, Tile::kRowsPerCta);
     kernel<<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kSoftmaxThreads, 0, stream>>>(
-        params, RowsByCols<typename Tile::T>::kM, row_groups, first);
+        params, RowsByCols<typename Tile::T>::kM, first);
     const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
   }
@@ -177,6 +153,7 @@ cudaError_t launch_tile(const SegmentSoftmaxParams& params, cudaStream_t stream)
 
 template <class T>
 cudaError_t launch_typed(const SegmentSoftmaxParams& params, cudaStream_t stream) {
+  if (params.slice.col_count <= 1024) return launch_tile<SegmentTile<T, 8>>(params, stream);
   if (params.slice.col_count <= 4096) return launch_tile<SegmentTile<T, 32>>(params, stream);
   return launch_tile<SegmentTile<T, kSoftmaxThreads>>(params, stream);
 }

@@ -31,14 +31,21 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   return cudaSuccess;
 }
 
+template <class T, int kClass>
+cudaError_t launch_class(const ForwardParams& params, cudaStream_t stream) {
+  // The short way of scaling wants a positive scale that keeps its factor log2(e) from overflowing.
+  const bool general =
+      params.mask_type != MaskType::kNone || params.dropout.seed != nullptr || !(params.scale > 0.0 && params.scale < 1e30);
+  return general ? launch<FusedTile<T, kClass>, true>(params, stream) : launch<FusedTile<T, kClass>, false>(params, stream);
+}
+
 template <class T>
 cudaError_t launch_typed(const ForwardParams& params, cudaStream_t stream) {
-  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr;
   const int64_t width = params.E > params.Ev ? params.E : params.Ev;
-  if (width <= 384) {
-    return general ? launch<FusedTile<T, 384>, true>(params, stream) : launch<FusedTile<T, 384>, false>(params, stream);
-  }
-  return general ? launch<FusedTile<T, 512>, true>(params, stream) : launch<FusedTile<T, 512>, false>(params, stream);
+  if (width <= 128) return launch_class<T, 128>(params, stream);
+  if (width <= 256) return launch_class<T, 256>(params, stream);
+  if (width <= 384) return launch_class<T, 384>(params, stream);
+  return launch_class<T, 512>(params, stream);
 }
 
 }  // namespace

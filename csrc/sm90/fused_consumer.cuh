@@ -1,0 +1,370 @@
+// The multiplying side of the fused forward: what one consumer warpgroup does with its blocks of keys and its half of Ev.
+#pragma once
+
+#include "../device/batch.cuh"
+#include "../device/cp_async.cuh"
+#include "../device/math.cuh"
+#include "../device/mbarrier.cuh"
+#include "../device/random.cuh"
+#include "../device/types.cuh"
+#include "../device/warpgroup.cuh"
+#include "../device/wgmma.cuh"
+#include "../params.h"
+#include "fused_work.cuh"
+
+namespace attention_ext {
+
+// Barriers of bar.sync; 0 is __syncthreads.
+enum FusedBarrier {
+  kBarrierConsumers = 1,  // both consumer warpgroups
+  kBarrierMarked = 2,     // all warps: the visible blocks are marked
+};
+
+// One consumer warpgroup. kGeneral: there is a mask or dropout, or a scale that is not positive.
+template <class Tile, bool kGeneral>
+class FusedConsumer {
+ public:
+  using T = typename Tile::T;
+
+  __device__ __forceinline__ FusedConsumer(const ForwardParams& p, typename Tile::Shared& shared, int consumer)
+      : p_(p), shared_(shared), work_(shared.work), consumer_(consumer) {
+    row_ = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    col_ = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
+    sum_[0] = sum_[1] = 0.0f;
+    if constexpr (kGeneral) {  // the same numbers from every thread of a row, and from both warpgroups
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(row_ + 8 * half, work_.rows - 1);
+        shared.mask_row[row_ + 8 * half] =
+            batch_offset(p.batch, p.mask, work_.head_of(row), 0) + work_.query_of(row) * p.mask.row_stride;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    load_query();
+    if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
+    BlockWalk<Tile, kGeneral> walk(shared_, consumer_);
+    const int other = 1 - consumer_;
+    for (; !walk.done(); walk.advance()) {
+      multiply_query_key();
+      if (walk.ordinal() > 0) wait_weights(other, walk.ordinal() - 1);
+      softmax(walk.block(), walk.ordinal());
+      if (walk.ordinal() > 0) add_weighted_values(walk.previous(), other);
+      wait_weights(consumer_, walk.ordinal());
+      add_weighted_values(walk.block(), consumer_);
+    }
+    if (walk.other_has_last()) {
+      wait_weights(other, walk.ordinal() - 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) sum_[half] *= shared_.factor[other][row_ + 8 * half];
+      add_weighted_values(walk.previous(), other);
+    }
+    store_out(walk.other_has_last() ? other : consumer_);
+  }
+
+ private:
+  static constexpr int kOut = 32 * Tile::kValueSteps;  // accumulators of O
+  static constexpr int kScores = Tile::kN / 2;
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  // e^(x * unit - subtract), both in the units of the references.
+  static __device__ __forceinline__ float exponential(float x, float unit, float subtract) {
+    if constexpr (kGeneral) {
+      return exp_difference<T>(x, subtract);
+    } else {
+      return exp2_approx(fmaf(x, unit, -subtract));
+    }
+  }
+  // Until the weights of the visible block number `ordinal`, which `owner` makes, are in shared memory.
+  __device__ __forceinline__ void wait_weights(int owner, int ordinal) const {
+    mbarrier_wait(shared_address(&shared_.weights_ready[owner]), (ordinal >> 1) & 1);
+  }
+  __device__ __forceinline__ uint32_t slot_address() const { return shared_address(shared_.ring[consumer_][place_.slot]); }
+  __device__ __forceinline__ void wait_full() const {
+    mbarrier_wait(shared_address(&shared_.full[consumer_][place_.slot]), place_.parity);
+  }
+  __device__ __forceinline__ void release(int slot) const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[consumer_][slot]));
+  }
+
+  // All 256 consumer threads: the query tile, rows that do not exist and columns from E on as zeros.
+  __device__ __forceinline__ void load_query() const {
+    constexpr int kChunk = 16 / sizeof(T), kChunks = Tile::kStep / kChunk;
+    const int thread = consumer_ * 128 + threadIdx.x % 128;
+    const int steps = (static_cast<int>(p_.E) + Tile::kStep - 1) / Tile::kStep;
+    const T* g_query = static_cast<const T*>(p_.query.data);
+    // Threads keep their chunk column and walk down the rows of all steps.
+    for (int row = thread / kChunks; row < Tile::kM; row += 256 / kChunks) {
+      const bool exists = row < work_.rows;
+      const T* g_row = g_query;
+      if (exists) g_row += batch_offset(p_.batch, p_.query, work_.head_of(row), 0) + work_.query_of(row) * p_.query.row_stride;
+      for (int step = 0; step < steps; ++step) {
+        const int col = step * Tile::kStep + thread % kChunks * kChunk;
+        const int valid = exists ? max(0, min(static_cast<int>(p_.E) - col, kChunk)) : 0;
+        cp_async_16_zero_filled(shared_address(shared_.query[step]) + swizzled(row, thread % kChunks),
+                                valid > 0 ? g_row + col : g_query, valid * static_cast<int>(sizeof(T)));
+      }
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
+    fence_async_proxy();
+    barrier_sync(kBarrierConsumers, 128 * Tile::kConsumers);
+  }
+
+  // scores_ = Q K^T of the next block in the ring.
+  __device__ __forceinline__ void multiply_query_key() {
+    const int steps = (static_cast<int>(p_.E) + Tile::kStep - 1) / Tile::kStep;
+    uint32_t s_query = shared_address(shared_.query[0]);
+    int previous = 0;
+    for (int step = 0; step < steps; ++step) {
+      wait_full();
+      wgmma_fence();
+      const uint64_t query = matrix_descriptor(s_query, 1024, 0), key = matrix_descriptor(slot_address(), 1024, 0);
+#pragma unroll
+      for (int k = 0; k < Tile::kStep; k += 16) {
+        wgmma<T, false>(scores_, query + k * sizeof(T) / 16, key + k * sizeof(T) / 16, step == 0 && k == 0);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (step > 0) release(previous);
+      previous = place_.slot;
+      place_.advance();
+      s_query += Tile::kM * Tile::kStep * sizeof(T);
+    }
+    wgmma_wait<0>();
+    pin_registers(scores_);
+    release(previous);
+  }
+
+  // scores_ -> weights of this block in shared memory, with the rows' reference and the factor that takes O to it.
+  // Without a mask, scores stay unscaled until scale * log2(e) goes into the exponent: references are then in units of log(2).
+  __device__ __forceinline__ void softmax(int block, int ordinal) {
+    const int first_key = block * Tile::kN + col_;
+    const float scale = static_cast<float>(p_.scale), unit = kGeneral ? 1.0f : scale * kLog2E;
+    if constexpr (kGeneral) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores_[i] *= scale;
+      add_mask(first_key);
+    }
+    if (block * Tile::kN + Tile::kN > work_.open_keys) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int last_key = p_.causal ? min(work_.query_of(row_ + 8 * half), work_.keys - 1) : work_.keys - 1;
+#pragma unroll
+        for (int i = 2 * half; i < kScores; i += 4) {
+          if (first_key + i / 4 * 8 > last_key) scores_[i] = negative_infinity(0.0f);
+          if (first_key + i / 4 * 8 + 1 > last_key) scores_[i + 1] = negative_infinity(0.0f);
+        }
+      }
+    }
+
+    float factor[2], reference[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float max = negative_infinity(0.0f);
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) max = maximum(max, maximum(scores_[i + 2 * half], scores_[i + 2 * half + 1]));
+      max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
+      max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 2));
+      const int row = row_ + 8 * half;
+      float before = negative_infinity(0.0f), factor_before = 1.0f;
+      if (ordinal > 0) {
+        before = shared_.reference[1 - consumer_][row];
+        factor_before = shared_.factor[1 - consumer_][row];
+      }
+      reference[half] = maximum(max * unit, before);  // -inf where no key was visible so far; NaN is left to the weights
+      const float subtract = reference[half] == negative_infinity(0.0f) ? 0.0f : reference[half];
+      factor[half] = before == reference[half] ? 1.0f : exponential(before, 1.0f, subtract);
+
+      float sum = 0.0f;
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) {
+        scores_[i] = exponential(scores_[i], unit, subtract);
+        scores_[i + 1] = exponential(scores_[i + 1], unit, subtract);
+        sum += scores_[i] + scores_[i + 1];
+      }
+      sum_[half] = sum_[half] * (factor_before * factor[half]) + sum;
+    }
+
+    // The other warpgroup has multiplied the weights before these; this one has too.
+    if (ordinal > 1) mbarrier_wait(shared_address(&shared_.weights_free[consumer_]), ((ordinal >> 1) - 1) & 1);
+    const int lane = threadIdx.x % 32;
+    const uint32_t s_weights = shared_address(shared_.weights[consumer_]);
+    const uint32_t row = row_ - lane / 4 + lane % 16;  // matrices 0 and 2: the warp's first eight rows; 1 and 3: the others
+#pragma unroll
+    for (int tile = 0; tile < kScores / 4; tile += 2) {
+      uint32_t m[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) m[i] = pack_pair<T>(scores_[tile * 4 + 2 * i], scores_[tile * 4 + 2 * i + 1]);
+      store_matrices(s_weights + weights_offset(row, tile + lane / 16), m[0], m[1], m[2], m[3]);
+    }
+    if constexpr (kGeneral) {
+      __syncwarp();  // the warp's weights are there
+      if (p_.dropout.seed != nullptr) drop(block, s_weights);
+    }
+    if (lane % 4 == 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        shared_.reference[consumer_][row_ + 8 * half] = reference[half];
+        shared_.factor[consumer_][row_ + 8 * half] = factor[half];
+      }
+    }
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&shared_.weights_ready[consumer_]));
+  }
+
+  // out_ = factor * out_ + P V of a block whose weights are ready, with the values next in the ring.
+  __device__ __forceinline__ void add_weighted_values(int block, int owner) {
+    const float factor[2] = {shared_.factor[owner][row_], shared_.factor[owner][row_ + 8]};
+    // Not left out where all factors are 1: a branch around the accumulators makes ptxas wait for every product on its own.
+#pragma unroll
+    for (int i = 0; i < kOut; ++i) out_[i] *= factor[i / 2 % 2];
+    const uint32_t s_weights = shared_address(shared_.weights[owner]);
+    const int slots = work_.value_slots(block, Tile::kValueKeys);
+    int previous = 0;
+    for (int slot = 0; slot < slots; ++slot) {
+      wait_full();
+      wgmma_fence();
+      const uint64_t weights =
+          matrix_descriptor(s_weights + weights_offset(0, slot * Tile::kValueKeys * static_cast<int>(sizeof(T)) / 16), 1024, 0);
+      const uint64_t value = matrix_descriptor(slot_address(), 1024, Tile::kValueKeys * Tile::kStep * sizeof(T));
+#pragma unroll
+      for (int k = 0; k < Tile::kValueKeys; k += 16) {
+        const uint32_t k_offset = k / Tile::kStep * (Tile::kM * Tile::kStep * sizeof(T)) + k % Tile::kStep * sizeof(T);
+        wgmma<T, true>(out_, weights + k_offset / 16, value + k * Tile::kStep * sizeof(T) / 16);
+      }
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (slot > 0) release(previous);
+      previous = place_.slot;
+      place_.advance();
+    }
+    wgmma_wait<0>();
+    pin_registers(out_);
+    release(previous);
+    if (owner != consumer_ && threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.weights_free[owner]));
+  }
+
+  __device__ __forceinline__ void add_mask(int first_key) {
+    switch (p_.mask_type) {
+      case MaskType::kNone: break;
+      case MaskType::kBool: add_mask_of<uint8_t>(first_key); break;
+      case MaskType::kSameAsQuery: add_mask_of<T>(first_key); break;
+      case MaskType::kFloat: add_mask_of<float>(first_key); break;
+    }
+  }
+  template <class Stored>
+  __device__ __forceinline__ void add_mask_of(int first_key) {
+    const Stored* g_mask = static_cast<const Stored*>(p_.mask.data);
+    g_mask += first_key * p_.mask.col_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const Stored* g_key = g_mask + shared_.mask_row[row_ + 8 * half];
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) {
+        if (i % 16 < 4) keep_order();  // eight loads in flight; the compiler would take registers for all
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (first_key + i / 4 * 8 + e >= p_.S) continue;
+          const Stored stored = g_key[e * p_.mask.col_stride];
+          if constexpr (std::is_same_v<Stored, uint8_t>) {
+            if (stored == 0) scores_[i + e] = negative_infinity(0.0f);
+          } else {
+            scores_[i + e] += to_accumulator(stored);
+          }
+        }
+        g_key = step_pointer(g_key, 8 * p_.mask.col_stride);
+      }
+    }
+  }
+
+  // Dropout of the weights in shared memory, quad by quad of keys, this warp's own 16 rows.
+  __device__ __forceinline__ void drop(int block, uint32_t s_weights) {
+    const int64_t seed = *p_.dropout.seed;
+    const int lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int i = lane; i < 16 * Tile::kN / 4; i += 32) {
+      const int row = row_ - lane / 4 + i / (Tile::kN / 4), key = i % (Tile::kN / 4) * 4;
+      const uint32_t s_quad = s_weights + weights_offset(row, key / 8) + key % 8 * sizeof(T);
+      Quad<T>& stored = *static_cast<Quad<T>*>(const_cast<void*>(shared_pointer(s_quad)));
+      float weights[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) weights[e] = to_accumulator(stored.value[e]);
+      drop_quad(weights, p_.dropout, seed, work_.head_of(row), work_.query_of(row), block * Tile::kN + key);
+      store_whole_quad(stored.value, weights);
+    }
+  }
+
+  // Byte offset of 16-byte chunk `chunk` of a row of weights: tiles of 64 keys.
+  static __device__ __forceinline__ uint32_t weights_offset(uint32_t row, uint32_t chunk) {
+    return chunk / 8 * (Tile::kM * Tile::kStep * sizeof(T)) + swizzled(row, chunk % 8);
+  }
+
+  // out_ / sum through this warpgroup's ring, which is drained, to memory; the log-sum-exp.
+  __device__ __forceinline__ void store_out(int last_owner) {
+    float row_factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum_[half] += __shfl_xor_sync(0xffffffffu, sum_[half], 1);
+      sum_[half] += __shfl_xor_sync(0xffffffffu, sum_[half], 2);
+      if (threadIdx.x % 4 == 0) shared_.sum[consumer_][row_ + 8 * half] = sum_[half];
+    }
+    barrier_sync(kBarrierConsumers, 128 * Tile::kConsumers);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_ + 8 * half;
+      const float sum = shared_.sum[0][row] + shared_.sum[1][row];
+      const float keep_scale = p_.dropout.seed != nullptr ? static_cast<float>(p_.dropout.keep_scale) : 1.0f;
+      row_factor[half] = sum == 0.0f ? 0.0f : keep_scale / sum;
+      if (consumer_ == 0 && threadIdx.x % 4 == 0 && row < work_.rows) {
+        static_cast<float*>(
+            p_.lse.data)[batch_offset(p_.batch, p_.lse, work_.head_of(row), 0) + work_.query_of(row) * p_.lse.row_stride] =
+            sum == 0.0f ? negative_infinity(0.0f)
+                        : shared_.reference[last_owner][row] * (kGeneral ? 1.0f : 1.0f / kLog2E) + natural_log(sum);
+      }
+    }
+
+    // A warp's 16 rows, padded by 16 bytes so that the eight rows of a store fall into distinct banks.
+    constexpr int kCols = Tile::kValueSteps * Tile::kStep, kPitch = kCols + 8;
+    static_assert(4 * 16 * kPitch <= Tile::kSlots * Tile::kN * Tile::kStep, "four warps' rows fit into a ring");
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    T* s_out = shared_.ring[consumer_][0] + warp * 16 * kPitch;
+#pragma unroll
+    for (int i = 0; i < kOut; i += 2) {
+      const int half = i / 2 % 2;
+      *reinterpret_cast<uint32_t*>(s_out + (lane / 4 + 8 * half) * kPitch + i / 4 * 8 + col_) =
+          pack_pair<T>(scaled(out_[i], row_factor[half]), scaled(out_[i + 1], row_factor[half]));
+    }
+    __syncwarp();
+    const int first_col = consumer_ * kCols, cols = min(static_cast<int>(p_.Ev) - first_col, kCols);
+    for (int i = 0; i < 16; ++i) {
+      const int row = warp * 16 + i;
+      if (row >= work_.rows) break;
+      T* g_row = static_cast<T*>(p_.out.data) + batch_offset(p_.batch, p_.out, work_.head_of(row), 0) +
+                 work_.query_of(row) * p_.out.row_stride + first_col * p_.out.col_stride;
+      for (int col = lane * 8; col < cols; col += 256) {
+        if (p_.out.vector && col + 8 <= cols) {
+          *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(s_out + i * kPitch + col);
+        } else {
+          for (int e = col; e < min(col + 8, cols); ++e) g_row[e * p_.out.col_stride] = s_out[i * kPitch + e];
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ float scaled(float x, float factor) { return factor == 0.0f ? 0.0f : x * factor; }
+
+  const ForwardParams& p_;
+  typename Tile::Shared& shared_;
+  const FusedWork& work_;
+  const int consumer_;
+  RingPlace<Tile::kSlots> place_;
+  int row_, col_;  // of this thread's first element in a 64 x n product; the other row is 8 below
+  float out_[kOut], scores_[kScores];
+  float sum_[2];  // of this thread's own weights, relative to the reference
+};
+
+}  // namespace attention_ext

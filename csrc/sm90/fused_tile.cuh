@@ -1,0 +1,101 @@
+// The tile policy of the fused kernels for Hopper: one table of head-dim classes, and the layout of shared memory that follows.
+#pragma once
+
+#include <cstdint>
+
+#include "../device/batch.cuh"
+#include "../params.h"
+
+namespace attention_ext {
+
+// What a class of head dims bounds. The kernel itself works in steps of 64 of E and Ev and leaves out the steps a problem lacks.
+struct FusedTileShape {
+  int query_steps;  // of 64 of E that query has room for in shared memory
+  int value_steps;  // of 64 of Ev in each of the two consumer warpgroups' registers
+  int slots;        // of 16 KB in each warpgroup's ring of key and value tiles
+};
+
+// Shared memory: query 8 KB a step, weights 2 x 16 KB, rings 2 x 16 KB a slot, within 227 KB. Registers: 32 accumulators a value
+// step and 64 scores a thread of 232; five value steps would leave nothing to compute with.
+constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
+  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5}   // 208 KB; a sixth slot would be 240
+         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5}   // 224 KB
+         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4}   // 208 KB; a fifth slot would be 240
+                                 : FusedTileShape{8, 4, 4};  // 224 KB
+}
+
+constexpr int kFusedRows = 64;   // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
+constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read a third more of shared memory
+
+// Blocks of keys whose visibility under a mask a CTA looks up in advance; blocks behind are taken for visible.
+constexpr int kTrackedBlocks = 4096;
+
+// Which rows and keys a CTA works on. It stays in shared memory, as registers are scarce.
+struct FusedWork {
+  int64_t n_group;  // number of the group; its first query head is flat batch index n_group * group
+  int group;        // G: query heads per key head
+  int first_row;    // in the group's L * G rows
+  int rows;         // that exist from there on
+  int keys;         // that any row sees
+  int open_keys;    // that every row sees
+
+  __device__ __forceinline__ void init(const ForwardParams& p, int m_tiles, int64_t flat_tile) {
+    int64_t tile;
+    divide(flat_tile, m_tiles, n_group, tile);
+    group = p.key.group;
+    if (p.causal) tile = m_tiles - 1 - tile;
+    first_row = static_cast<int>(tile) * kFusedRows;
+    rows = min(static_cast<int>(p.L) * group - first_row, kFusedRows);
+    keys = open_keys = static_cast<int>(p.S);
+    if (p.causal) {
+      keys = min(keys, query_of(rows - 1) + 1);
+      open_keys = min(open_keys, query_of(0) + 1);
+    }
+  }
+  __device__ __forceinline__ int query_of(int row) const { return (first_row + row) / group; }
+  __device__ __forceinline__ int64_t head_of(int row) const { return n_group * group + (first_row + row) % group; }
+  __device__ __forceinline__ int blocks() const { return (keys + kFusedKeys - 1) / kFusedKeys; }
+  // Slots of values that a block fills, each of slot_keys.
+  __device__ __forceinline__ int value_slots(int block, int slot_keys) const {
+    return (min(keys - block * kFusedKeys, kFusedKeys) + slot_keys - 1) / slot_keys;
+  }
+};
+
+template <class T_, int kClass>
+struct FusedTile {
+  using T = T_;
+  static constexpr FusedTileShape kShape = fused_tile_shape(kClass);
+  static constexpr int kM = kFusedRows;
+  static constexpr int kN = kFusedKeys;
+  static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
+  // Keys of a slot of values: 32 x 256 is as much as 128 x 64 of keys.
+  static constexpr int kValueKeys = kShape.value_steps == 1 ? 128 : kShape.value_steps == 2 ? 64 : 32;
+  static constexpr int kQuerySteps = kShape.query_steps;
+  static constexpr int kValueSteps = kShape.value_steps;
+  static constexpr int kSlots = kShape.slots;
+  static constexpr int kConsumers = 2;  // warpgroups that multiply; one more loads
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static_assert(128 * (kConsumers * kConsumerRegisters + kProducerRegisters) <= 65536, "an SM has 65,536 registers");
+
+  // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
+  struct Shared {
+    alignas(1024) T query[kQuerySteps][kM * kStep];
+    alignas(1024) T weights[kConsumers][kN / kStep][kM * kStep];
+    alignas(1024) T ring[kConsumers][kSlots][kN * kStep];
+    FusedWork work;
+    float reference[kConsumers][kM];  // that a block's weights are relative to
+    float factor[kConsumers][kM];     // from the reference before to this one
+    float sum[kConsumers][kM];
+    int64_t mask_row[kM];                   // offset of the mask's row, where there is a mask
+    uint32_t visible[kTrackedBlocks / 32];  // a bit per block of keys, where there is a mask
+    uint64_t full[kConsumers][kSlots];      // a ring's slot: the copy engine arrives with its bytes; its warpgroup waits
+    uint64_t empty[kConsumers][kSlots];     // the warpgroup's 4 warps arrive; the ring's producer waits
+    uint64_t weights_ready[kConsumers];     // 4 warps of the warpgroup that made them arrive; both warpgroups wait
+    uint64_t weights_free[kConsumers];      // 4 warps of the other warpgroup arrive; the one that makes them waits
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+  static_assert(kValueSteps * kStep * kValueKeys <= kN * kStep, "a slot of values fits where one of keys does");
+};
+
+}  // namespace attention_ext

@@ -1,0 +1,110 @@
+// What a CTA of the fused kernels works on: its rows, its keys, and the blocks of keys in the order of the walk.
+#pragma once
+
+#include <type_traits>
+
+#include "../device/batch.cuh"
+#include "../device/math.cuh"
+#include "../device/types.cuh"
+#include "../params.h"
+#include "fused_tile.cuh"
+
+namespace attention_ext {
+
+// Marks the blocks of keys that the mask shows to any of the CTA's rows: one warpgroup, all bits being 0. A barrier must follow.
+template <class Tile, class Stored>
+__device__ __forceinline__ void mark_visible_blocks_of(const ForwardParams& p, const FusedWork& work, uint32_t* s_visible) {
+  const Stored* g_mask = static_cast<const Stored*>(p.mask.data);
+  const int blocks = min(work.blocks(), kTrackedBlocks), lane = threadIdx.x % 32;
+  const int rows = p.mask.row_stride == 0 && work.group == 1 ? 1 : work.rows;
+#pragma unroll 1
+  for (int block = threadIdx.x / 32 % 4; block < blocks; block += 4) {
+    bool visible = false;
+#pragma unroll 1
+    for (int row = 0; row < rows && !visible; ++row) {
+      const Stored* g_row =
+          g_mask + batch_offset(p.batch, p.mask, work.head_of(row), 0) + work.query_of(row) * p.mask.row_stride;
+      bool any = false;
+#pragma unroll
+      for (int i = 0; i < Tile::kN / 32; ++i) {
+        const int key = block * Tile::kN + i * 32 + lane;
+        if (key >= work.keys) continue;
+        const Stored stored = g_row[key * p.mask.col_stride];
+        if constexpr (std::is_same_v<Stored, uint8_t>) {
+          any = any || stored != 0;
+        } else {
+          any = any || to_accumulator(stored) != negative_infinity(0.0f);
+        }
+      }
+      visible = __any_sync(0xffffffffu, any);
+    }
+    if (visible && lane == 0) atomicOr(&s_visible[block / 32], 1u << block % 32);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void mark_visible_blocks(const ForwardParams& p, const FusedWork& work, uint32_t* s_visible) {
+  switch (p.mask_type) {
+    case MaskType::kNone: break;
+    case MaskType::kBool: mark_visible_blocks_of<Tile, uint8_t>(p, work, s_visible); break;
+    case MaskType::kSameAsQuery: mark_visible_blocks_of<Tile, typename Tile::T>(p, work, s_visible); break;
+    case MaskType::kFloat: mark_visible_blocks_of<Tile, float>(p, work, s_visible); break;
+  }
+}
+
+// Walks over the blocks of keys that a consumer owns: every other one of those that are visible.
+template <class Tile, bool kGeneral>
+class BlockWalk {
+ public:
+  __device__ __forceinline__ BlockWalk(const typename Tile::Shared& shared, int consumer)
+      : shared_(shared), ordinal_(consumer) {
+    block_ = visible_from(0);
+    previous_ = shared.work.blocks();
+    if (consumer == 1) {
+      previous_ = block_;
+      block_ = visible_from(block_ + 1);
+    }
+  }
+  __device__ __forceinline__ bool done() const { return block_ >= shared_.work.blocks(); }
+  __device__ __forceinline__ void advance() {
+    previous_ = visible_from(block_ + 1);
+    block_ = visible_from(previous_ + 1);
+    ordinal_ += 2;
+  }
+  __device__ __forceinline__ int block() const { return block_; }        // owned
+  __device__ __forceinline__ int previous() const { return previous_; }  // the visible one before it, the other consumer's
+  __device__ __forceinline__ int ordinal() const { return ordinal_; }    // of the owned block among the visible ones
+  // When done: whether the last visible block is the other consumer's, namely previous(), number ordinal() - 1.
+  __device__ __forceinline__ bool other_has_last() const { return previous_ < shared_.work.blocks(); }
+
+ private:
+  __device__ __forceinline__ int visible_from(int from) const {
+    const int blocks = shared_.work.blocks();
+    if constexpr (kGeneral) {
+      while (from < min(blocks, kTrackedBlocks)) {
+        const uint32_t bits = shared_.visible[from / 32] >> from % 32;
+        if (bits != 0) return min(from + __ffs(bits) - 1, blocks);
+        from = (from / 32 + 1) * 32;
+      }
+    }
+    return min(from, blocks);
+  }
+
+  const typename Tile::Shared& shared_;
+  int ordinal_, block_, previous_;
+};
+
+// A ring's place: which slot comes next, and which time around.
+template <int kSlots>
+struct RingPlace {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+}  // namespace attention_ext
