@@ -35,11 +35,7 @@ class FusedConsumer {
     sum_[0] = sum_[1] = 0.0f;
     if constexpr (kGeneral) {  // the same numbers from every thread of a row, and from both warpgroups
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = min(row_ + 8 * half, work_.rows - 1);
-        shared.mask_row[row_ + 8 * half] =
-            batch_offset(p.batch, p.mask, work_.head_of(row), 0) + work_.query_of(row) * p.mask.row_stride;
-      }
+      for (int half = 0; half < 2; ++half) shared.mask_row[row_ + 8 * half] = offset_of_row(p.mask, row_ + 8 * half);
     }
   }
 
@@ -90,20 +86,30 @@ class FusedConsumer {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[consumer_][slot]));
   }
 
+  // Offset of a row of the tile in a view (N, L, ..); of the last row for rows that do not exist.
+  __device__ __forceinline__ int64_t offset_of_row(const MatrixView& view, int row) const {
+    row = min(row, work_.rows - 1);
+    return batch_offset(p_.batch, view, work_.head_of(row), 0) + work_.query_of(row) * view.row_stride;
+  }
+
   // All 256 consumer threads: the query tile, rows that do not exist and columns from E on as zeros.
   __device__ __forceinline__ void load_query() const {
     constexpr int kChunk = 16 / sizeof(T), kChunks = Tile::kStep / kChunk;
     const int thread = consumer_ * 128 + threadIdx.x % 128;
     const int steps = (static_cast<int>(p_.E) + Tile::kStep - 1) / Tile::kStep;
     const T* g_query = static_cast<const T*>(p_.query.data);
-    // Threads keep their chunk column and walk down the rows of all steps.
-    for (int row = thread / kChunks; row < Tile::kM; row += 256 / kChunks) {
-      const bool exists = row < work_.rows;
-      const T* g_row = g_query;
-      if (exists) g_row += batch_offset(p_.batch, p_.query, work_.head_of(row), 0) + work_.query_of(row) * p_.query.row_stride;
+    // Eight threads share a row; threads keep their chunk column and take a row of each half of the tile. Finding a row's matrix takes
+    // divisions, so every lane finds one of the warp's eight rows.
+    const int lane = threadIdx.x % 32;
+    const int64_t found = offset_of_row(p_.query, thread / 32 * 4 + lane % 4 + lane / 4 % 2 * 32);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = thread / kChunks + half * 32;
+      const T* g_row = g_query + __shfl_sync(0xffffffffu, found, lane / kChunks + half * 4);
+#pragma unroll 1
       for (int step = 0; step < steps; ++step) {
         const int col = step * Tile::kStep + thread % kChunks * kChunk;
-        const int valid = exists ? max(0, min(static_cast<int>(p_.E) - col, kChunk)) : 0;
+        const int valid = row < work_.rows ? max(0, min(static_cast<int>(p_.E) - col, kChunk)) : 0;
         cp_async_16_zero_filled(shared_address(shared_.query[step]) + swizzled(row, thread % kChunks),
                                 valid > 0 ? g_row + col : g_query, valid * static_cast<int>(sizeof(T)));
       }
@@ -119,6 +125,7 @@ class FusedConsumer {
     const int steps = (static_cast<int>(p_.E) + Tile::kStep - 1) / Tile::kStep;
     uint32_t s_query = shared_address(shared_.query[0]);
     int previous = 0;
+#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       wait_full();
       wgmma_fence();
@@ -226,6 +233,7 @@ class FusedConsumer {
     const uint32_t s_weights = shared_address(shared_.weights[owner]);
     const int slots = work_.value_slots(block, Tile::kValueKeys);
     int previous = 0;
+#pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
       wait_full();
       wgmma_fence();
@@ -321,8 +329,7 @@ class FusedConsumer {
       const float keep_scale = p_.dropout.seed != nullptr ? static_cast<float>(p_.dropout.keep_scale) : 1.0f;
       row_factor[half] = sum == 0.0f ? 0.0f : keep_scale / sum;
       if (consumer_ == 0 && threadIdx.x % 4 == 0 && row < work_.rows) {
-        static_cast<float*>(
-            p_.lse.data)[batch_offset(p_.batch, p_.lse, work_.head_of(row), 0) + work_.query_of(row) * p_.lse.row_stride] =
+        static_cast<float*>(p_.lse.data)[offset_of_row(p_.lse, row)] =
             sum == 0.0f ? negative_infinity(0.0f)
                         : shared_.reference[last_owner][row] * (kGeneral ? 1.0f : 1.0f / kLog2E) + natural_log(sum);
       }
@@ -341,11 +348,11 @@ class FusedConsumer {
     }
     __syncwarp();
     const int first_col = consumer_ * kCols, cols = min(static_cast<int>(p_.Ev) - first_col, kCols);
+    const int64_t found = offset_of_row(p_.out, warp * 16 + lane % 16);  // every lane finds a row's place
+#pragma unroll 4
     for (int i = 0; i < 16; ++i) {
-      const int row = warp * 16 + i;
-      if (row >= work_.rows) break;
-      T* g_row = static_cast<T*>(p_.out.data) + batch_offset(p_.batch, p_.out, work_.head_of(row), 0) +
-                 work_.query_of(row) * p_.out.row_stride + first_col * p_.out.col_stride;
+      if (warp * 16 + i >= work_.rows) break;
+      T* g_row = static_cast<T*>(p_.out.data) + __shfl_sync(0xffffffffu, found, i) + first_col * p_.out.col_stride;
       for (int col = lane * 8; col < cols; col += 256) {
         if (p_.out.vector && col + 8 <= cols) {
           *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(s_out + i * kPitch + col);

@@ -26,6 +26,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  if (threadIdx.x == Tile::kThreads - 1) {
+    tma_prefetch_map(&maps.key);
+    tma_prefetch_map(&maps.value);
+  }
   if (threadIdx.x == 0) {
     shared.work.init(p, m_tiles, first_tile + blockIdx.x);
     for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
