@@ -10,8 +10,9 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from . import _libraries
 from . import _registration as _registration
-from .ops import Explanation, explain, preferred, sdpa
+from ._partials import merge_partials
+from .ops import Explanation, explain, preferred, sdpa, sdpa_with_lse
 
-__all__ = ["Explanation", "__version__", "explain", "preferred", "sdpa"]
+__all__ = ["Explanation", "__version__", "explain", "merge_partials", "preferred", "sdpa", "sdpa_with_lse"]
 
 __version__ = _libraries.BUILD.version

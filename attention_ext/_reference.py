@@ -8,15 +8,22 @@ key head are laid side by side as rows of one product, so that K and V are never
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import surely
 
-__all__ = ["Problem", "backward", "forward", "keep_mask", "like_order", "output_like"]
+__all__ = ["Problem", "backward", "below_autocast", "forward", "keep_mask", "like_order", "output_like"]
 
 _M32 = 0xFFFFFFFF
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+
+
+def below_autocast() -> Any:
+    """Inside, products keep the dtype that this file computes in, also in a backward pass within an autocast region."""
+    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
 def like_order(like: Tensor, shape: list[int]) -> Tensor:

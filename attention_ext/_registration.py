@@ -12,13 +12,22 @@ from ._checks import check_attention, check_seed, check_shape, refuse
 
 __all__: list[str] = []
 
-_LIBRARY = torch.library.Library("attention_ext", "IMPL")  # for as long as the process lives
-_SDPA = torch.ops.attention_ext.sdpa.default
+_LIBRARY = torch.library.Library("attention_ext", "FRAGMENT")  # for as long as the process lives
+_LIBRARY.define(  # the router of a kernel that C++ declares, so it needs no declaration there
+    "sdpa_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+    "*, float? scale=None, bool enable_gqa=False) -> (Tensor out, Tensor lse)"
+)
+_SDPA, _WITH_LSE = torch.ops.attention_ext.sdpa.default, torch.ops.attention_ext.sdpa_with_lse.default
 _FORWARD = torch.ops.attention_ext.sdpa_forward.default
 _AUTOCAST = {
     "cpu": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU),
     "cuda": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA),
 }
+
+
+def _check_kernel_name(query: Tensor, kernel_name: str) -> None:
+    if query.device.type == "cpu" and kernel_name not in ("auto", "reference"):  # which names CUDA has, its library says
+        refuse("kernel_name", "'auto' or 'reference' for CPU tensors", repr(kernel_name))
 
 
 def _forward_cpu(
@@ -28,10 +37,10 @@ def _forward_cpu(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
-    if kernel_name not in ("auto", "reference"):
-        refuse("kernel_name", "'auto' or 'reference' for CPU tensors", repr(kernel_name))
+    _check_kernel_name(query, kernel_name)
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
-    return _reference.forward(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    with _reference.below_autocast():
+        return _reference.forward(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
 
 
 def _forward_fake(
@@ -41,6 +50,7 @@ def _forward_fake(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
+    _check_kernel_name(query, kernel_name)
     return _reference.output_like(query, value, scores)
 
 
@@ -73,10 +83,12 @@ def _backward_cpu(
     scores = _check_backward(
         grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad
     )
-    return _reference.backward(
-        grad_out, grad_lse, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, mask_grad,
-        workspace_bytes,
-    )  # fmt: skip
+    _check_kernel_name(query, kernel_name)
+    with _reference.below_autocast():
+        return _reference.backward(
+            grad_out, grad_lse, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, mask_grad,
+            workspace_bytes,
+        )  # fmt: skip
 
 
 def _backward_fake(
@@ -86,6 +98,7 @@ def _backward_fake(
     mask_grad: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad)
+    _check_kernel_name(query, kernel_name)
     grads = [_reference.like_order(t, list(t.shape)) for t in (query, key, value)]
     with_mask = attn_mask is not None and mask_grad
     grad_mask = _reference.like_order(attn_mask, list(attn_mask.shape)) if attn_mask is not None and with_mask else None
@@ -123,13 +136,13 @@ def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
     )
 
 
-def _autocast(device_type: str) -> Any:
-    """sdpa inside an autocast region: operands in the region's dtype, as PyTorch's; a float32 mask keeps its precision."""
+def _autocast(operator: Any, device_type: str) -> Any:
+    """Attention inside an autocast region: operands in the region's dtype, as PyTorch's; a float32 mask keeps its precision."""
 
     def cast(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
         *, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+    ) -> Any:  # fmt: skip
         dtype = torch.get_autocast_dtype(device_type)
 
         def lower(t: Tensor) -> Tensor:
@@ -138,44 +151,52 @@ def _autocast(device_type: str) -> Any:
 
         with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST[device_type]):
             mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.float32 else lower(attn_mask)
-            out: Tensor = _SDPA(
-                lower(query), lower(key), lower(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-            )
-        return out
+            return operator(lower(query), lower(key), lower(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     return cast
 
 
-def _vmap(
-    info: Any, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-) -> tuple[Tensor, int]:  # fmt: skip
+def _vmap(operator: Any) -> Any:
     """The mapped dim becomes the first leading dim; operands of lower rank get 1s behind it, so that the others still align."""
-    tensors, dims = (query, key, value, attn_mask), (*in_dims, None)[:4]  # in_dims leaves out a mask that was not given
-    if dropout_p > 0.0 and info.randomness == "error":
-        raise RuntimeError("attention_ext: dropout_p: expected 0 under vmap with randomness='error', got a positive probability")
-    if dropout_p > 0.0 and info.randomness == "same":
-        raise RuntimeError("attention_ext: dropout_p: vmap with randomness='same' is not supported")
-    rank = max(t.dim() - (d is not None) for t, d in zip(tensors, dims, strict=True) if t is not None)
-    rank = max(rank, 3 if enable_gqa else 2)
 
-    def align(t: Tensor | None, dim: int | None) -> Tensor | None:
-        if t is None or dim is None:
-            return t
-        t = t.movedim(dim, 0)
-        return t.reshape(t.size(0), *(1,) * (rank - t.dim() + 1), *t.shape[1:])
+    def rule(
+        info: Any, in_dims: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> tuple[Any, Any]:  # fmt: skip
+        tensors, dims = (query, key, value, attn_mask), (*in_dims, None)[:4]  # in_dims leaves out a mask that was not given
+        for mode in ("error", "same"):
+            if dropout_p > 0.0 and info.randomness == mode:
+                refuse("dropout_p", f"0 under vmap with randomness={mode!r}", dropout_p)
+        least = 3 if enable_gqa else 2
+        ranks = [0 if t is None else t.dim() - (d is not None) for t, d in zip(tensors, dims, strict=True)]
+        for name, of in zip(("query", "key", "value"), ranks, strict=False):
+            if of < least:
+                refuse(name, f"rank {least} or more", f"rank {of} under vmap")
+        rank = max(ranks[:3])
+        if attn_mask is not None and not 2 <= ranks[3] <= rank:
+            refuse("attn_mask", f"rank 2 to {rank}", f"rank {ranks[3]} under vmap")
 
-    q, k, v, mask = (align(t, d) for t, d in zip(tensors, dims, strict=True))
-    if all(d is None for d in dims[:3]):  # the mask alone is mapped, and must not have more dims than the scores
-        q = query.expand(info.batch_size, *(1,) * (rank - query.dim()), *query.shape)
-    out: Tensor = _SDPA(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return out, 0
+        def align(t: Tensor | None, dim: int | None) -> Tensor | None:
+            if t is None or dim is None:
+                return t
+            t = t.movedim(dim, 0)
+            return t.reshape(t.size(0), *(1,) * (rank - t.dim() + 1), *t.shape[1:])
+
+        q, k, v, mask = (align(t, d) for t, d in zip(tensors, dims, strict=True))
+        if all(d is None for d in dims[:3]):  # the mask alone is mapped, and must not have more dims than the scores
+            q = query.expand(info.batch_size, *(1,) * (rank - query.dim()), *query.shape)
+        out = operator(q, k, v, mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
+
+    return rule
 
 
-_LIBRARY.impl("sdpa", _routing.sdpa, "CompositeImplicitAutograd")
-_LIBRARY.impl("sdpa", _autocast("cpu"), "AutocastCPU")
-_LIBRARY.impl("sdpa", _autocast("cuda"), "AutocastCUDA")
-torch.library.register_vmap("attention_ext::sdpa", _vmap, lib=_LIBRARY)
+for _operator, _body in ((_SDPA, _routing.sdpa), (_WITH_LSE, _routing.sdpa_with_lse)):
+    _name = _operator._schema.name.removeprefix("attention_ext::")
+    _LIBRARY.impl(_name, _body, "CompositeImplicitAutograd")
+    _LIBRARY.impl(_name, _autocast(_operator, "cpu"), "AutocastCPU")
+    _LIBRARY.impl(_name, _autocast(_operator, "cuda"), "AutocastCUDA")
+    torch.library.register_vmap(f"attention_ext::{_name}", _vmap(_operator), lib=_LIBRARY)
 _LIBRARY.impl("sdpa_forward", _forward_cpu, "CPU")
 _LIBRARY.impl("sdpa_forward", _forward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("attention_ext::sdpa_forward", _forward_fake, lib=_LIBRARY)

@@ -1,4 +1,4 @@
-"""Where a call of sdpa goes: to this package's kernels, or to PyTorch's own operator where that is the plan.
+"""Where a call of sdpa or sdpa_with_lse goes: to this package's kernels, or to PyTorch's operators where that is the plan.
 
 Only static properties decide (device, dtype, rank, head dim, flags, scale), never B, L or S: a branch on those would recompile
 under torch.compile and break torch.export with dynamic shapes. What depends on lengths is decided inside sdpa_forward.
@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._autograd import attend
-from ._checks import check_attention
+from ._autograd import attend, expand_leading
+from ._checks import check_attention, surely
+from ._composed import attention_with_lse
 
-__all__ = ["Route", "route", "sdpa"]
+__all__ = ["Route", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
 _LOG = logging.getLogger("attention_ext")
 _KERNELS = ("cuda",)  # device types that sdpa_forward serves in place of PyTorch's operator
@@ -24,7 +25,8 @@ _MAX_RANK = 10  # of what the kernels take: eight leading dims, rows, columns
 
 
 class Route(NamedTuple):
-    """target: "torch" (PyTorch's operator), "torch_math" (its MATH back end) or "kernel" (sdpa_forward)."""
+    """target: "torch" (PyTorch's operator), "torch_math" (its MATH back end or the same composition with the log-sum-exp) or
+    "kernel" (sdpa_forward)."""
 
     target: str
     reason: str
@@ -40,8 +42,6 @@ def route(
     if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
         return Route("torch_math", "a torch.func transform is active under vmap, which PyTorch's fused operators only loop over")
     if query.device.type in _KERNELS and not transforms:
-        if enable_gqa and key.size(-3) != value.size(-3):
-            return Route("torch_math", "key and value have different head counts")
         if max(query.dim(), key.dim(), value.dim()) > _MAX_RANK:
             return Route("torch_math", f"the kernels take operands of rank {_MAX_RANK} at most")
         return Route("kernel", f"sdpa_forward takes {query.device.type} tensors")
@@ -54,8 +54,34 @@ def route(
         return Route("torch_math", "PyTorch's fused operators do not give the mean of the values for a head dim of 0")
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         return Route("torch_math", "PyTorch's fused operators want a mask of the query's dtype")
+    if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
+        return Route("torch_math", "PyTorch's fused operators have no gradient for the mask")
     why = "a torch.func transform is active" if transforms else f"that is the plan for {query.device.type} tensors"
     return Route("torch", why)
+
+
+def route_with_lse(query: Tensor, key: Tensor, value: Tensor) -> Route:
+    """The same for sdpa_with_lse, which PyTorch has no public operator for: sdpa_forward wherever it can."""
+    if forward_ad._current_level >= 0:
+        return Route("torch_math", "forward-mode AD is open, which the kernels have no derivative for")
+    if torch._C._functorch.get_interpreter_stack():
+        return Route("torch_math", "a torch.func transform is active, which the kernels do not support")
+    if query.device.type not in ("cpu", "cuda", "meta"):
+        return Route("torch_math", f"there is no kernel for {query.device.type} tensors")
+    if query.device.type in _KERNELS and max(query.dim(), key.dim(), value.dim()) > _MAX_RANK:
+        return Route("torch_math", f"the kernels take operands of rank {_MAX_RANK} at most")
+    return Route("kernel", f"sdpa_forward takes {query.device.type} tensors")
+
+
+def _rows_apart(tensor: Tensor) -> Tensor:
+    """A copy where the rows of a matrix overlap (stride 0, sliding windows): PyTorch's fused CPU operators then read garbage."""
+    apart = not surely(tensor.stride(-1) == 1) or not surely(tensor.stride(-2) < tensor.size(-1))
+    return tensor if apart else tensor.contiguous()
+
+
+def _log(operator: str, query: Tensor, target: str, reason: str) -> None:
+    if _LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
+        _LOG.info("%s on %s %s: %s, because %s", operator, query.device.type, query.dtype, target, reason)
 
 
 def sdpa(
@@ -72,9 +98,11 @@ def sdpa(
     """The body of torch.ops.attention_ext.sdpa."""
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     target, reason = route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    if _LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
-        _LOG.info("sdpa on %s %s: %s, because %s", query.device.type, query.dtype, target, reason)
+    _log("sdpa", query, target, reason)
+    if target != "kernel":  # PyTorch's operators broadcast some operands and not others: those of no rows, the mask beside them
+        query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     if target == "torch":
+        query, key, value = _rows_apart(query), _rows_apart(key), _rows_apart(value)
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -87,3 +115,23 @@ def sdpa(
         )[0]
         return out
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)[0]
+
+
+def sdpa_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The body of torch.ops.attention_ext.sdpa_with_lse."""
+    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    target, reason = route_with_lse(query, key, value)
+    _log("sdpa_with_lse", query, target, reason)
+    if target == "torch_math":
+        return attention_with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)

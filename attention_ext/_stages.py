@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_attention, check_shape, refuse
-from ._reference import Problem
+from ._reference import Problem, below_autocast
 
 __all__ = ["register"]
 
@@ -39,7 +39,8 @@ def _scores_cpu(
 ) -> Tensor:  # fmt: skip
     shape = check_attention(query, key, key, attn_mask, 0.0, is_causal, enable_gqa)
     problem = Problem(query, key, key, attn_mask, None, 0.0, is_causal, scale, shape, 0)
-    return problem.scores(range(problem.L)).contiguous()
+    with below_autocast():
+        return problem.scores(range(problem.L)).contiguous()
 
 
 def _check_softmax(scores: Tensor, dtype: str) -> torch.dtype:
@@ -81,7 +82,8 @@ def _values_cpu(weights: Tensor, row_sum: Tensor, value: Tensor, *, enable_gqa: 
     query = weights.new_empty((*weights.shape[:-1], 0))
     problem = Problem(query, value[..., :0], value, None, None, 0.0, False, None, list(weights.shape), 0)
     total = row_sum.unsqueeze(-1)
-    product = problem.product(weights.to(problem.acc), problem.value)
+    with below_autocast():
+        product = problem.product(weights.to(problem.acc), problem.value)
     return (product / total.masked_fill(total == 0.0, 1.0)).to(value.dtype).contiguous()
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import _routing
 from ._checks import check_attention
 
-__all__ = ["Explanation", "explain", "preferred", "sdpa"]
+__all__ = ["Explanation", "explain", "preferred", "sdpa", "sdpa_with_lse"]
 
 
 def sdpa(
@@ -56,6 +56,51 @@ def sdpa(
     return out
 
 
+def sdpa_with_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """sdpa and the log-sum-exp of its rows: torch.ops.attention_ext.sdpa_with_lse.
+
+    Arguments, their shapes and dtypes, what is refused, and autocast are those of sdpa; key and value may have different head
+    counts with enable_gqa.
+
+    Returns:
+        out: (..., Hq, L, Ev) in the query's dtype, as sdpa gives it.
+        lse: (..., Hq, L), float32 (float64 for float64): log(sum_j exp(scale * q_i . k_j + mask_ij)) over the visible keys,
+            natural logarithm, before dropout; -inf for a row without a visible key.
+
+    Both are differentiable with respect to query, key, value and a float mask. merge_partials puts the results of several calls
+    over disjoint sets of keys together.
+
+    Raises:
+        RuntimeError: as sdpa.
+
+    On CUDA the package's kernels run, on the CPU its reference in blocks of rows. Double backward is refused there. Under
+    torch.func transforms and forward-mode AD it is a composition of ATen operators, which holds the whole score matrix; under
+    vmap alone it is the kernel with one more leading dim, and dropout needs randomness="different".
+    """
+    out, lse = torch.ops.attention_ext.sdpa_with_lse.default(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out, lse
+
+
+def _tma_takes(tensor: Tensor) -> bool:
+    """Whether Hopper's copy engine takes it: rank 5 at most, last dim contiguous, rows on 16-byte boundaries and apart."""
+    steps = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+    rows_apart = tensor.size(-2) <= 1 or tensor.stride(-2) > 0
+    aligned = tensor.data_ptr() % 16 == 0 and all(step * tensor.element_size() % 16 == 0 for step in steps)
+    return tensor.dim() <= 5 and tensor.size(-1) > 1 and tensor.stride(-1) == 1 and rows_apart and aligned
+
+
 @dataclass(frozen=True)
 class Explanation:
     """What would run for a call of sdpa.
@@ -98,10 +143,12 @@ def explain(
     key_heads = key.size(-3) if enable_gqa else heads
     sizes = [batch, heads, key_heads, *scores[-2:], query.size(-1), value.size(-1)]
     mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float"
+    same_heads = not enable_gqa or key.size(-3) == value.size(-3)
+    tma_operands = same_heads and all(_tma_takes(t) for t in (query, key, value))
     major, minor = torch.cuda.get_device_capability(query.device)
     return Explanation(
         *torch.ops.attention_ext.plan.default(
-            sizes, query.element_size(), mask, is_causal, dropout_p > 0.0, 10 * major + minor, 134217728
+            sizes, query.element_size(), mask, is_causal, dropout_p > 0.0, 10 * major + minor, tma_operands, 134217728
         )
     )
 

@@ -1,15 +1,26 @@
-"""The problems that are timed, by name: KernelBench's and those of the models that need large head dims."""
+"""The problems that are timed, by name: KernelBench's, those of the models that need large head dims, and the usual small ones."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["CASES", "SMALL", "Case"]
+__all__ = ["CASES", "MASKS", "SETS", "SMALL", "Case", "choose"]
+
+MASKS = {
+    "pad": "bool (B, 1, 1, S): a tail of each sequence's keys is hidden",
+    "keep": "bool (1, 1, L, S): seven of ten positions take part",
+    "band": "bool (B, 1, L, S): keys within an eighth of S beside the diagonal",
+    "bias": "query's dtype (B, 1, L, S)",
+    "keybias": "query's dtype (1, 1, 1, S)",
+    "headbias": "query's dtype (1, Hq, L, S)",
+}
 
 
 @dataclass(frozen=True)
 class Case:
-    """q (B, Hq, L, E), k and v (B, Hk, S, E)."""
+    """query (B, Hq, L, E), key (B, Hk, S, E), value (B, Hk, S, Ev), mask one of MASKS. cold_l2: L2 is overwritten before a call."""
 
     name: str
     B: int
@@ -20,35 +31,100 @@ class Case:
     E: int
     dtype: torch.dtype
     causal: bool = False
+    Ev: int = 0  # E where 0
+    mask: str | None = None
+    cold_l2: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "Ev", self.Ev or self.E)
 
     @property
     def flop(self) -> float:
-        """4 B Hq L S E, half of it when causal."""
-        return 4.0 * self.B * self.Hq * self.L * self.S * self.E * (0.5 if self.causal else 1.0)
+        """2 B Hq L S (E + Ev), half of it when causal."""
+        return 2.0 * self.B * self.Hq * self.L * self.S * (self.E + self.Ev) * (0.5 if self.causal else 1.0)
 
-    def inputs(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    @property
+    def scores(self) -> int:
+        """How many scores there are: B Hq L S."""
+        return self.B * self.Hq * self.L * self.S
+
+    def inputs(self, device: str) -> tuple[Tensor, Tensor, Tensor]:
         """N(0, 1), the same for every run."""
         generator = torch.Generator(device).manual_seed(0)
-        shapes = ((self.B, self.Hq, self.L, self.E), (self.B, self.Hk, self.S, self.E), (self.B, self.Hk, self.S, self.E))
+        shapes = ((self.B, self.Hq, self.L, self.E), (self.B, self.Hk, self.S, self.E), (self.B, self.Hk, self.S, self.Ev))
         q, k, v = (torch.randn(s, device=device, dtype=self.dtype, generator=generator) for s in shapes)
         return q, k, v
 
+    def attn_mask(self, device: str) -> Tensor | None:
+        """The mask, the same for every run; every row sees key 0."""
+        generator = torch.Generator(device).manual_seed(1)
+        sizes = {"bias": (self.B, 1, self.L, self.S), "keybias": (1, 1, 1, self.S), "headbias": (1, self.Hq, self.L, self.S)}
+        if self.mask is None:
+            return None
+        if self.mask in sizes:
+            return torch.randn(sizes[self.mask], device=device, dtype=self.dtype, generator=generator)
+        keys = torch.arange(self.S, device=device)
+        if self.mask == "pad":
+            lengths = self.S - torch.arange(1, self.B + 1, device=device) * self.S // (2 * self.B)
+            return (keys < lengths[:, None])[:, None, None, :]
+        if self.mask == "keep":
+            keep = torch.rand(1, 1, self.L, self.S, device=device, generator=generator) < 0.7
+        else:
+            centre = torch.arange(self.L, device=device)[:, None] * self.S // self.L
+            keep = ((keys - centre).abs() <= self.S // 8).expand(self.B, 1, self.L, self.S).contiguous()
+        keep[..., 0] = True
+        return keep
+
+    def options(self, device: str) -> dict[str, Any]:
+        """The keyword arguments of the call."""
+        return {"attn_mask": self.attn_mask(device), "is_causal": self.causal, "enable_gqa": self.Hk != self.Hq}
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 CASES = [
-    Case("kb97", 32, 32, 32, 512, 512, 1024, torch.float16),
-    Case("d1024", 1, 16, 16, 4096, 4096, 1024, torch.bfloat16),
-    Case("g512", 1, 32, 32, 8192, 8192, 512, torch.bfloat16),
-    Case("g512c", 1, 32, 32, 8192, 8192, 512, torch.bfloat16, causal=True),
-    Case("g512cgqa", 1, 32, 4, 8192, 8192, 512, torch.bfloat16, causal=True),
-    Case("d384", 1, 32, 32, 8192, 8192, 384, torch.bfloat16),
-    Case("vae1024", 1, 1, 1, 16384, 16384, 512, torch.float16),
-    Case("vae1024_f32", 1, 1, 1, 16384, 16384, 512, torch.float32),
-    Case("kb97_f32", 8, 32, 32, 512, 512, 1024, torch.float32),
+    Case("kb97", 32, 32, 32, 512, 512, 1024, FP16),
+    Case("d1024", 1, 16, 16, 4096, 4096, 1024, BF16),
+    Case("d896", 1, 16, 16, 4096, 4096, 896, BF16),
+    Case("d768", 1, 16, 16, 4096, 4096, 768, BF16),
+    Case("d640", 1, 16, 16, 4096, 4096, 640, BF16),
+    Case("d576", 1, 16, 16, 4096, 4096, 576, BF16),
+    Case("g512", 1, 32, 32, 8192, 8192, 512, BF16),
+    Case("g512c", 1, 32, 32, 8192, 8192, 512, BF16, causal=True),
+    Case("g512cgqa", 1, 32, 4, 8192, 8192, 512, BF16, causal=True),
+    Case("d384", 1, 32, 32, 8192, 8192, 384, BF16),
+    Case("vae1024", 1, 1, 1, 16384, 16384, 512, FP16),
+    Case("vae512", 1, 1, 1, 4096, 4096, 512, FP16),
+    Case("vae1024_f32", 1, 1, 1, 16384, 16384, 512, FP32),
+    Case("kb97_f32", 8, 32, 32, 512, 512, 1024, FP32),
+    Case("d256c", 1, 16, 16, 8192, 8192, 256, BF16, causal=True),
+    Case("d128c", 2, 32, 8, 8192, 8192, 128, BF16, causal=True),
+    Case("d128", 2, 16, 16, 8192, 8192, 128, BF16),
+    Case("d64", 4, 16, 16, 4096, 4096, 64, FP16),
+    Case("dec512", 8, 32, 4, 1, 8192, 512, BF16, cold_l2=True),
+    Case("dec128", 32, 32, 8, 1, 8192, 128, BF16, cold_l2=True),
 ]
 
+SETS = {
+    "class1024": [case.name for case in CASES if 512 < case.E <= 1024 and case.dtype != FP32],
+    "class512": [case.name for case in CASES if 256 < case.E <= 512 and case.dtype != FP32 and not case.cold_l2],
+    "class256": [case.name for case in CASES if case.E <= 256 and not case.cold_l2],
+    "float32": [case.name for case in CASES if case.dtype == FP32],
+    "decode": [case.name for case in CASES if case.cold_l2],
+}
+
 SMALL = [
-    Case("small_f32", 1, 2, 2, 256, 256, 128, torch.float32),
-    Case("small_bf16_causal", 1, 2, 2, 256, 256, 128, torch.bfloat16, causal=True),
-    Case("small_gqa", 1, 4, 2, 128, 128, 64, torch.float32),
-    Case("tiny", 1, 1, 1, 4, 4, 8, torch.float32),
+    Case("small_f32", 1, 2, 2, 256, 256, 128, FP32),
+    Case("small_bf16_causal", 1, 2, 2, 256, 256, 128, BF16, causal=True),
+    Case("small_gqa", 1, 4, 2, 128, 128, 64, FP32),
+    Case("tiny", 1, 1, 1, 4, 4, 8, FP32),
 ]
+
+
+def choose(names: list[str]) -> list[Case]:
+    """The cases of these names and sets, in the order of CASES."""
+    wanted = {name for given in names for name in SETS.get(given, [given])}
+    unknown = wanted - {case.name for case in CASES}
+    if unknown:
+        raise SystemExit(f"no case or set is called {', '.join(sorted(unknown))}; the sets are {', '.join(SETS)}")
+    return [case for case in CASES if case.name in wanted]

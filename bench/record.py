@@ -1,37 +1,40 @@
 """Measures everything a record needs on one GPU and prints it as JSON: `python bench/record.py > record.json`.
 
-One process, one card, ours and PyTorch's in turn: ceilings, forward cases with errors and extra memory, the pipeline's stages,
-the error rule over head dims and dtypes, memory at long sequences.
+One process, one card, ours and PyTorch's in turn: ceilings, forward cases with errors and extra memory beside PyTorch's back ends
+and the formula in three calls, the pipeline's stages, the error rule over head dims and dtypes, memory at long sequences.
+
+    --cases NAME...  names or sets (class512, class1024, class256, float32, decode) of bench/cases.py, all by default
+    --quick          forward cases only: ours, PyTorch's default, the three calls without a compiler; no error rule
+    --peers          FFPA's figures too, where ffpa_attn can be imported (bench/peers.py)
 """
 
 import argparse
 import json
-import math
 import sys
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import peers
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case
+from cases import CASES, Case, choose
+from common import DEVICE, Sample, extra_memory, first_line, log, naive, three_calls, time_ms, unit, within_rule
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attention_ext
 from attention_ext import _measure
 
-DEVICE = torch.device("cuda")
 OPS = torch.ops.attention_ext
-COMPILED = {"kb97", "d1024", "g512", "vae1024", "d384"}
-
-
-def log(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def time_ms(call: Callable[[], Any]) -> float:
-    """Median of 5 to 30 calls, fewer for slow ones."""
-    first = _measure.time_ms(call, DEVICE, 1)
-    return _measure.time_ms(call, DEVICE, max(5, min(30, int(300 / max(first, 0.01)))))
+BACKENDS = {
+    "torch_math": SDPBackend.MATH,
+    "torch_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch_flash": SDPBackend.FLASH_ATTENTION,
+    "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+MOST_SCORES = 20e9  # bytes of a score matrix that still is worth writing down
 
 
 def ceilings() -> dict[str, float]:
@@ -48,69 +51,99 @@ def ceilings() -> dict[str, float]:
     return out
 
 
-def naive(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What a person writes in three calls: the honest rival above head dim 256."""
-    return torch.softmax((q * q.size(-1) ** -0.5) @ k.mT, -1) @ v
+def measure(case: Case, call: Callable[[], Tensor], sample: Sample, ceilings: dict[str, float], most: int = 30) -> dict[str, Any]:
+    """One row: time twice, rate and share of the ceiling (of the copy's where L2 is cold), errors, extra memory."""
+    errors = sample.errors(call())
+    ms, again = time_ms(call, case.cold_l2, most), time_ms(call, case.cold_l2, most)
+    rate = case.flop / ms / 1e9
+    row: dict[str, Any] = {"ms": ms, "ms_second_pass": again, "tflops": rate}
+    if case.cold_l2:
+        elements = 2 * case.B * case.Hq * case.L * case.E + 2 * case.B * case.Hk * case.S * case.E
+        row["tb_per_s"] = elements * case.dtype.itemsize / ms / 1e9
+        row["share_of_ceiling"] = row["tb_per_s"] / ceilings["copy_tb_per_s"]
+    else:
+        name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float32"}[case.dtype]
+        row["share_of_ceiling"] = rate / ceilings[f"matmul_{name}_tflops"]
+    return row | errors | {"extra_bytes": extra_memory(call)}
 
 
-def extra_memory(call: Callable[[], Tensor]) -> int:
-    """Bytes beyond the result that a call takes from torch's allocator at its peak."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    out = call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - out.nbytes
+def attempt(row: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A row, or why there is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return row()
+    except Exception as error:
+        torch.cuda.empty_cache()
+        return {"not_available": first_line(error)}
 
 
-def sampled_errors(case: Case, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> dict[str, float]:
-    """Against float64 on 64 query rows of each of four heads."""
-    got, want = [], []
-    rows = torch.linspace(0, case.L - 1, min(case.L, 64)).round().long().to(DEVICE)
-    for b, h in _measure.sample_heads(case.B, case.Hq):
-        g = h * case.Hk // case.Hq
-        x = (q[b, h, rows].double() @ k[b, g].double().mT) * case.E**-0.5
-        if case.causal:
-            x = x.masked_fill(torch.arange(case.S, device=DEVICE) > rows[:, None], -math.inf)
-        weights = torch.exp(x - x.amax(-1, keepdim=True))
-        want.append((weights @ v[b, g].double()) / weights.sum(-1, keepdim=True))
-        got.append(out[b, h, rows])
-    largest, frobenius = _measure.errors(torch.stack(got), torch.stack(want).cpu())
-    return {"max_abs_error": largest, "relative_frobenius_error": frobenius}
+def rivals(case: Case, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], quick: bool) -> dict[str, Callable[[], Any]]:
+    """Rows beside ours and PyTorch's default, each to be tried: the three calls, and above E = 256 PyTorch's back ends."""
+    out: dict[str, Callable[[], Any]] = {}
+    large, plain = case.E > 256, case.Hk == case.Hq and not case.causal
+    if case.scores * case.dtype.itemsize <= MOST_SCORES and (large or plain):
+        call, how = naive(case, q, k, v)
+        out["naive"] = lambda **given: measure(case, call, **given) | {"how": how}
+        if large and plain and not quick:
+
+            def with_compiler(**given: Any) -> dict[str, Any]:
+                torch._dynamo.reset()  # every case in its own sizes
+                compiled = torch.compile(three_calls, dynamic=False)
+                return measure(case, lambda: compiled(q, k, v), **given)
+
+            out["naive_compiled"] = with_compiler
+    for name, backend in BACKENDS.items() if large and not quick else ():
+        if name == "torch_math" and case.scores * 4 > MOST_SCORES:  # it computes in float32
+            continue
+
+        def with_backend(backend: SDPBackend = backend, **given: Any) -> dict[str, Any]:
+            with sdpa_kernel([backend]):
+                return measure(case, lambda: F.scaled_dot_product_attention(q, k, v, **options), most=3, **given)
+
+        out[name] = with_backend
+    return out
 
 
-def forward_case(case: Case) -> dict[str, Any]:
+def forward_case(case: Case, ceilings: dict[str, float], quick: bool) -> dict[str, Any]:
     q, k, v = case.inputs("cuda")
-    options = {"is_causal": case.causal, "enable_gqa": case.Hk != case.Hq}
-    calls: dict[str, Callable[[], Tensor]] = {
-        "attention_ext": lambda: OPS.sdpa(q, k, v, **options),
-        "torch": lambda: F.scaled_dot_product_attention(q, k, v, **options),
-    }
-    if not case.causal and case.Hk == case.Hq:
-        calls["naive"] = lambda: naive(q, k, v)
-        if case.name in COMPILED:
-            compiled = torch.compile(naive)
-            calls["naive_compiled"] = lambda: compiled(q, k, v)
-    rows: dict[str, Any] = {}
-    for name, call in calls.items():
-        ms, again = time_ms(call), time_ms(call)
-        rows[name] = {"ms": ms, "ms_second_pass": again, "tflops": case.flop / ms / 1e9}
-        rows[name] |= sampled_errors(case, q, k, v, call()) | {"extra_bytes": extra_memory(call)}
-        log(f"{case.name:12} {name:15} {ms:9.3f} ms {rows[name]['tflops']:7.1f} TFLOP/s")
+    options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": case.Hk != case.Hq}
     explanation = attention_ext.explain(q, k, v, **options)
-    shape = {name: getattr(case, name) for name in ("B", "Hq", "Hk", "L", "S", "E", "causal")} | {"dtype": str(case.dtype)}
-    ratio = rows["torch"]["ms"] / rows["attention_ext"]["ms"]
-    return shape | {"kernel": explanation.kernel, "ratio_to_torch": ratio, "rows": rows}
+    sample = Sample(case, q, k, v)
+    calls: dict[str, Callable[..., Any]] = {
+        "attention_ext": lambda **given: measure(case, lambda: OPS.sdpa(q, k, v, **options), **given),
+        "torch": lambda **given: measure(case, lambda: F.scaled_dot_product_attention(q, k, v, **options), **given),
+    }
+    if explanation.kernel != "pipeline" and not quick:  # what the pipeline would take, for the crossover
+        forced = {"enable_gqa": case.Hk != case.Hq, "kernel_name": "pipeline"}
+        arguments = (q, k, v, None, None, 0.0, case.causal)
+        calls["pipeline"] = lambda **given: measure(case, lambda: OPS.sdpa_forward(*arguments, **forced)[0], most=5, **given)
+    rows: dict[str, Any] = {}
+    for name, row in (calls | rivals(case, q, k, v, options, quick)).items():
+        values = rows[name] = attempt(lambda row=row: row(sample=sample, ceilings=ceilings))
+        text = f"{values['ms']:9.3f} ms {values['tflops']:7.1f} TFLOP/s" if "ms" in values else values["not_available"][:90]
+        log(f"{case.name:12} {name:15} {text}")
+    shape = {name: getattr(case, name) for name in ("B", "Hq", "Hk", "L", "S", "E", "causal", "cold_l2")}
+    ours, theirs = rows["attention_ext"], rows["torch"]
+    both = "ms" in ours and "ms" in theirs
+    return shape | {
+        "dtype": str(case.dtype),
+        "kernel": explanation.kernel,
+        "preferred": explanation.preferred,
+        "ratio_to_torch": theirs["ms"] / ours["ms"] if both else None,
+        "within_rule": both and within_rule(ours, theirs, sample.top, case.dtype),
+        "rows": rows,
+    }
 
 
 def stages(case: Case) -> dict[str, Any]:
     """The pipeline's three kernels within one call, by the profiler, each beside the bytes and operations it cannot do without."""
     q, k, v = case.inputs("cuda")
-    OPS.sdpa(q, k, v)
+    pipeline = partial(OPS.sdpa_forward, q, k, v, None, None, 0.0, False, kernel_name="pipeline")
+    pipeline()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
-            OPS.sdpa(q, k, v)
+            pipeline()
         torch.cuda.synchronize()
     element, count = q.element_size(), case.B * case.Hq * case.L * case.S
     least = {
@@ -130,10 +163,8 @@ def workspaces(case: Case) -> dict[str, float]:
     """Milliseconds of the pipeline by workspace in MiB."""
     q, k, v = case.inputs("cuda")
     sizes = (16, 32, 64, 128, 256)
-    return {
-        str(mib): time_ms(lambda mib=mib: OPS.sdpa_forward(q, k, v, None, None, 0.0, False, workspace_bytes=mib << 20)[0])
-        for mib in sizes
-    }
+    pipeline = partial(OPS.sdpa_forward, q, k, v, None, None, 0.0, False, kernel_name="pipeline")
+    return {str(mib): time_ms(partial(pipeline, workspace_bytes=mib << 20)) for mib in sizes}
 
 
 def _float64_gradients(inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
@@ -163,7 +194,7 @@ def error_rule() -> list[dict[str, Any]]:
                 reference = want[index].cpu()
                 ours, theirs = (_measure.errors(results[name][index], reference) for name in ("attention_ext", "torch"))
                 top = float(reference.abs().max())
-                ulp = torch.finfo(dtype).eps * 2.0 ** math.floor(math.log2(top))
+                ulp = unit(top, dtype)
                 holds = ours[0] <= 2 * theirs[0] + ulp and ours[1] <= 2 * theirs[1] + ulp
                 table.append(
                     {"dtype": str(dtype), "E": E, "what": what, "ours": ours, "torch": theirs, "ulp": ulp, "within_rule": holds}
@@ -204,10 +235,12 @@ def backward_case(case: Case) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--peers", action="store_true")
     args = parser.parse_args()
-    cases = {case.name: case for case in CASES}
+    cases = {case.name: case for case in choose(args.cases)}
     record: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -219,15 +252,18 @@ def main() -> None:
     with torch.no_grad():
         record["ceilings"] = ceilings()
         log(f"ceilings: {record['ceilings']}")
-        record["forward"] = {name: forward_case(cases[name]) for name in args.cases}
-        if "kb97" in args.cases:
+        record["forward"] = {name: forward_case(case, record["ceilings"], args.quick) for name, case in cases.items()}
+        if "kb97" in cases and not args.quick:
             record["stages"] = {"kb97": stages(cases["kb97"])}
             record["workspace_mib_to_ms"] = {"kb97": workspaces(cases["kb97"])}
             log(json.dumps({key: record[key] for key in ("stages", "workspace_mib_to_ms")}))
-    record["error_rule"] = error_rule()
-    with torch.no_grad():
-        record["long_sequences"] = long_sequences()
-    record["backward"] = {name: backward_case(cases[name]) for name in args.cases if name in ("kb97", "g512c")}
+    record["error_rule"] = [] if args.quick else error_rule()
+    if not args.quick:
+        with torch.no_grad():
+            record["long_sequences"] = long_sequences()
+        record["backward"] = {name: backward_case(case) for name, case in cases.items() if name in ("kb97", "g512c")}
+    if args.peers:
+        record["peers"] = peers.measure(cases, record["forward"])
     json.dump(record, sys.stdout, indent=1)
 
 

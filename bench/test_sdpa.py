@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import CASES, SMALL, Case
+from common import naive
+from torch import Tensor
 
 import attention_ext
 from attention_ext import _measure
@@ -17,32 +19,23 @@ from attention_ext import _measure
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, case: Case) -> torch.Tensor:
-    """What a person writes in three calls; the scores are rounded to the dtype and lie in memory."""
-    k, v = (t.repeat_interleave(case.Hq // case.Hk, 1) for t in (k, v))
-    x = (q * case.E**-0.5) @ k.mT
-    if case.causal:
-        x = x.masked_fill(torch.ones(case.L, case.S, dtype=torch.bool, device=q.device).triu(1), float("-inf"))
-    return torch.softmax(x, -1) @ v
-
-
-def _call(row: str, case: Case) -> Callable[..., torch.Tensor]:
+def _call(row: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": case.Hk != case.Hq}
     if row == "attention_ext":
-        return lambda q, k, v: attention_ext.sdpa(q, k, v, **options)
+        return lambda: attention_ext.sdpa(q, k, v, **options)
     if row == "torch":
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)
-    return lambda q, k, v: _naive(q, k, v, case)
+        return lambda: F.scaled_dot_product_attention(q, k, v, **options)
+    return naive(case, q, k, v)[0]
 
 
 @pytest.mark.parametrize("row", ["attention_ext", "torch", "naive"])
 @pytest.mark.parametrize("case", CASES if DEVICE == "cuda" else SMALL, ids=lambda case: case.name)
 def test_forward(benchmark: Any, case: Case, row: str) -> None:
     q, k, v = case.inputs(DEVICE)
-    call = _call(row, case)
+    call = _call(row, case, q, k, v)
 
-    def timed() -> torch.Tensor:
-        out = call(q, k, v)
+    def timed() -> Tensor:
+        out = call()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         return out

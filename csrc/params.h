@@ -226,6 +226,7 @@ struct ForwardParams {
   DataType type;
   MaskType mask_type;
   bool causal;
+  bool warpgroup_products;  // stages 1 and 3 by wgmma, on Hopper
   void* workspace;          // at least pipeline_forward_workspace bytes, 256-byte aligned
   int64_t workspace_bytes;  // what the slices may take
 };
@@ -261,6 +262,9 @@ cudaError_t launch_qk_scores(const QkScoresParams& params, cudaStream_t stream);
 cudaError_t launch_row_softmax(const RowSoftmaxParams& params, cudaStream_t stream);
 cudaError_t launch_segment_softmax(const SegmentSoftmaxParams& params, cudaStream_t stream);
 cudaError_t launch_scores_values(const ScoresValuesParams& params, cudaStream_t stream);
+// The same as qk_scores (as exponentials) and scores_values, by warpgroups on Hopper: half types, operands that its copy engine takes.
+cudaError_t launch_product_scores(const QkScoresParams& params, cudaStream_t stream);
+cudaError_t launch_product_values(const ScoresValuesParams& params, cudaStream_t stream);
 cudaError_t launch_row_dot(const RowDotParams& params, cudaStream_t stream);
 cudaError_t launch_row_norm(const RowNormParams& params, cudaStream_t stream);
 cudaError_t launch_row_delta(const RowDeltaParams& params, cudaStream_t stream);
@@ -275,6 +279,7 @@ cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, Da
 // Fused forward for Hopper (sm90/), E and Ev up to 512, no workspace. `takes` says whether it can run a problem on such a card: half
 // types, no empty dim, operands that the copy engine takes, key and value with the same heads.
 bool fused_forward_512_takes(const ForwardParams& params);
+bool product_pipeline_takes(const ForwardParams& params);  // the same question for the pipeline with warpgroup_products
 cudaError_t fused_forward_512(const ForwardParams& params, cudaStream_t stream);
 
 // Host drivers: slices so that the workspace stays under the cap. The workspace functions return the bytes the driver

@@ -9,7 +9,7 @@
 
 namespace attention_ext {
 
-enum class Kernel { kPipeline, kSm90_512 };
+enum class Kernel { kPipeline, kSm90_512, kSm90Pipeline };
 
 enum class MaskKind { kNone, kBool, kFloat };
 
@@ -23,8 +23,9 @@ struct Problem {
   bool is_causal;
   bool dropout;
   int64_t capability;  // of the device, 10 * major + minor: 90 for an H100
-  bool tma_operands;   // query, key and value lie as Hopper's copy engine takes them: rank 5 at most, last dim contiguous, rows on
-                       // 16-byte boundaries; key and value have the same heads
+  bool
+      tma_operands;  // query, key and value lie as Hopper's copy engine takes them: rank 5 at most, last dim contiguous, rows on
+                     // 16-byte boundaries; key and value have the same heads
 };
 
 struct Plan {

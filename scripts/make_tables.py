@@ -22,11 +22,19 @@ def gpu_table(record: dict[str, Any]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, case in record["forward"].items():
-        rows = case["rows"]
+        rows = {row: values for row, values in case["rows"].items() if "ms" in values}
+        if "attention_ext" not in rows or "torch" not in rows:
+            why = "; ".join(f"{row}: {values['not_available']}" for row, values in case["rows"].items() if row not in rows)
+            lines.append(f"| {name} | not measured: {why} | | | | | | | |")
+            continue
         ours, theirs, naive = rows["attention_ext"], rows["torch"], rows.get("naive")
         shape = ", ".join(str(case[size]) for size in ("B", "Hq", "Hk", "L", "S", "E"))
         three = format(naive["ms"], ".2f") if naive else ""
-        dtype = case["dtype"].removeprefix("torch.") + (", causal" if case["causal"] else "")
+        dtype = (
+            case["dtype"].removeprefix("torch.")
+            + (", causal" if case["causal"] else "")
+            + (", cold L2" if case.get("cold_l2") else "")
+        )
         lines.append(
             f"| {name} | {shape}, {dtype} | {case['kernel']} | {ours['ms']:.2f} | {ours['tflops']:.0f} | {theirs['ms']:.2f} | "
             f"{case['ratio_to_torch']:.2f} | {three} | "
@@ -41,6 +49,32 @@ def gpu_table(record: dict[str, Any]) -> list[str]:
         + ", ".join(f"{tool} {'clean' if result['clean'] else 'NOT clean'}" for tool, result in tools.items())
         + ".",
     ]
+    return lines + paragraphs(record)
+
+
+def paragraphs(record: dict[str, Any]) -> list[str]:
+    """What newer records hold beside the table: the three calls compiled, FFPA, the lists of shapes, the randomised examples."""
+    lines: list[str] = []
+    if "shapes_summary" in record:
+        for row, title in (("naive_compiled", "The three calls under torch.compile"), ("ffpa", "FFPA (CuTe-DSL)")):
+            found = {name: case["rows"][row]["ms"] for name, case in record["forward"].items() if "ms" in case["rows"].get(row, {})}
+            if found:
+                lines += ["", f"{title}, ms: {', '.join(f'{name} {ms:.2f}' for name, ms in found.items())}."]
+    for name, summary in record.get("shapes_summary", {}).items():
+        slowest = summary["slowest"]
+        text = f"{summary['shapes']} shapes of {name} (`bench/shapes.py`), device time in a CUDA graph: "
+        if slowest is not None:
+            slower, mean = summary["slower_by_more_than_5_percent"], summary["geometric_mean_ratio"]
+            text += (
+                f"{slower} of {summary['compared']} slower than PyTorch's default by more than 5 %, {mean:.2f} times as fast in "
+                f"the geometric mean, {slowest['ratio']:.2f} at the least (B Hq Hk L S E Ev: {slowest['name']}); "
+            )
+        text += f"PyTorch's failed on {summary['torch_failed']}, ours on {summary['ours_failed']}"
+        wrong = summary["not_finite"] + summary["outside_rule"]
+        lines += ["", text + (f", errors outside the rule on {wrong}." if wrong else ", errors within the rule on all others.")]
+    if "randomised" in record:
+        outcome = record["randomised"]
+        lines += ["", f"Randomised examples on the GPU: {outcome['count']}, {outcome['failed']} failed."]
     return lines
 
 

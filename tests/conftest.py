@@ -29,15 +29,26 @@ def seeded() -> None:
     torch.manual_seed(20260101)
 
 
-@pytest.fixture
-def poison(device: str) -> None:
-    """Memory that the next allocations will reuse holds NaN, so a read of what was never written shows."""
-    if device != "cuda":
+def fill_with_nan() -> None:
+    if not torch.cuda.is_available():
         return
     large = [torch.full((1 << 24,), float("nan"), device="cuda") for _ in range(2)]
     small = [torch.full((1 << bits,), float("nan"), device="cuda") for bits in range(7, 18) for _ in range(8)]
     torch.cuda.synchronize()
     del large, small
+
+
+@pytest.fixture
+def poison(device: str) -> None:
+    """Memory that the next allocations will reuse holds NaN, so a read of what was never written shows."""
+    if device == "cuda":
+        fill_with_nan()
+
+
+@pytest.fixture
+def poison_all() -> None:
+    """The same for tests whose device is that of a kernel."""
+    fill_with_nan()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import attention_ext  # noqa: F401  registers torch.ops.attention_ext
 
 sdpa = torch.ops.attention_ext.sdpa
+sdpa_with_lse = torch.ops.attention_ext.sdpa_with_lse
 sdpa_forward = torch.ops.attention_ext.sdpa_forward
 sdpa_backward = torch.ops.attention_ext.sdpa_backward
 
@@ -46,6 +47,10 @@ def qkv(
 def leaves(*tensors: Tensor | None) -> list[Tensor | None]:
     """The same memory as new leaves that require grad (a boolean mask as it is)."""
     return [t.detach().requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+def is_float(mask: Tensor | None) -> bool:
+    return mask is not None and mask.is_floating_point()
 
 
 def run(op, inputs: list[Tensor | None], grad_out: Tensor | None, **options) -> tuple[Tensor, list[Tensor]]:
@@ -148,3 +153,11 @@ def close(got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
     eps = torch.finfo(got.dtype).eps
     limit = (16 * eps if tolerance is None else tolerance) * max(1.0, reference.largest(want))
     torch.testing.assert_close(got.detach().cpu().double(), want.detach().cpu().double(), rtol=0.0, atol=limit)
+
+
+def check_lse(lse: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    """Natural logarithm, float32 (float64 for float64), -inf exactly for a dead row."""
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and lse.shape == want.shape
+    alive = want.isfinite()
+    assert torch.equal(lse.cpu() == float("-inf"), ~alive)
+    close(lse.detach().cpu()[alive], want[alive])

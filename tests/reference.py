@@ -21,6 +21,13 @@ def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
+def _grouped_product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """(..., Hq, L, X) and (..., Hk, X, Y) -> (..., Hq, L, Y)."""
+    heads, groups = rows.size(-3), matrix.size(-3)
+    together = rows.unflatten(-3, (groups, heads // groups)).flatten(-3, -2) @ matrix
+    return together.unflatten(-2, (heads // groups, rows.size(-2))).flatten(-4, -3)
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -34,6 +41,7 @@ def attention(
     dropout_p: float = 0.0,
     dtype: torch.dtype = torch.float64,
     device: str | torch.device = "cpu",
+    side_by_side: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale * Q K^T + bias) V, and the natural log-sum-exp of the rows.
 
@@ -41,12 +49,15 @@ def attention(
     boolean (True takes part) or additive. Returns out (..., Hq, L, Ev) and lse (..., Hq, L).
     A row without a visible key gives out = 0, lse = -inf and zero gradients.
     keep (..., Hq, L, S): the weights that survive dropout; they are divided by 1 - dropout_p.
+    side_by_side: with gqa, the query heads of one key head as rows of one product, so that gradients of keys and values are sums
+    over all of them at once, rounded as a kernel's that repeats nothing, in place of keys and values repeated.
     """
     query, key, value = (t.to(device=device, dtype=dtype) for t in (query, key, value))
-    if gqa:
+    if gqa and not side_by_side:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
         value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
-    scores = query @ key.mT * (default_scale(query.size(-1)) if scale is None else scale)
+    product = _grouped_product if gqa and side_by_side else torch.matmul
+    scores = product(query, key.mT) * (default_scale(query.size(-1)) if scale is None else scale)
     hidden = torch.zeros(scores.shape[-2:], dtype=torch.bool, device=device)
     if causal:
         hidden = torch.ones_like(hidden).triu(1)
@@ -58,10 +69,13 @@ def attention(
     dead = (scores == NEG_INF).all(-1, keepdim=True)
     scores = scores.masked_fill(dead, 0.0)
     weights = torch.softmax(scores, -1).masked_fill(dead, 0.0)
-    lse = torch.logsumexp(scores, -1).masked_fill(dead.squeeze(-1), NEG_INF)
+    # Less the maximum, so that its derivative, exp(score - lse), keeps the sum's share of a large log-sum-exp.
+    top = scores.detach().amax(-1, keepdim=True) if scores.size(-1) else scores.detach().sum(-1, keepdim=True)
+    lse = (torch.logsumexp(scores - top, -1) + top.squeeze(-1)).masked_fill(dead.squeeze(-1), NEG_INF)
     if keep is not None:
         weights = weights * (keep.to(device=device, dtype=dtype) / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
-    return weights @ value, lse
+    out = product(weights, value)
+    return out, lse.expand(out.shape[:-1])
 
 
 def _mul_high_low(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,13 +96,15 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     return c0, c1, c2, c3
 
 
-def dropout_keep_mask(seed: int, p: float, n: int, l: int, s: int) -> Tensor:
+def dropout_keep_mask(seed: int, p: float, n: int, l: int, s: int, rows: list[int] | None = None) -> Tensor:
     """(n, l, s) bool: which weights survive. n counts (batch, query head) pairs in the order of a contiguous tensor.
+    rows: only these of the l rows.
 
     Weight (h, i, j) reads word j % 4 of Philox at counter (j // 4, i, low half of h, high half of h) under the key
     (low half, high half) of the seed, and survives iff that word >= int(p * 2^32).
     """
     h, i, j = (torch.arange(size, dtype=torch.int64) for size in (n, l, s))
+    i = i if rows is None else torch.tensor(rows)
     h, i, j = torch.broadcast_tensors(h[:, None, None], i[None, :, None], j[None, None, :])
     words = philox4x32((j // 4, i, h & _LOW32, h >> 32), (seed & _LOW32, (seed >> 32) & _LOW32))
     word = torch.stack(words).gather(0, (j % 4)[None])[0]

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import FLOATS, sdpa, sdpa_backward, sdpa_forward
+from helpers import FLOATS, sdpa, sdpa_backward, sdpa_forward, sdpa_with_lse
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -96,7 +96,7 @@ def forward(q, k, v, mask=None, *, dropout_p: float = 0.0, is_causal: bool = Fal
     return sdpa_forward(q, k, v, mask, seed, dropout_p, is_causal, **options)
 
 
-@pytest.mark.parametrize("op", [sdpa, forward], ids=["sdpa", "sdpa_forward"])
+@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa", "sdpa_with_lse", "sdpa_forward"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(device: str, case: str, op) -> None:
     argument, *specs, options = REFUSED[case]
@@ -104,7 +104,7 @@ def test_refused(device: str, case: str, op) -> None:
     refuses(argument, lambda: op(*tensors, **options))
 
 
-@pytest.mark.parametrize("op", [sdpa, forward], ids=["sdpa", "sdpa_forward"])
+@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa", "sdpa_with_lse", "sdpa_forward"])
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_the_fake_kernel(device: str, case: str, op) -> None:
     argument, *specs, options = REFUSED[case]
@@ -113,14 +113,24 @@ def test_refused_by_the_fake_kernel(device: str, case: str, op) -> None:
         refuses(argument, lambda: op(*tensors, **options))
 
 
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_in_inference_mode(device: str, case: str) -> None:
+    """There the kernels are called without the Python in front of them, and check for themselves."""
+    argument, *specs, options = REFUSED[case]
+    with torch.inference_mode():
+        tensors = [build(spec, device) for spec in specs]
+        refuses(argument, lambda: forward(*tensors, **options))
+
+
+@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
 @pytest.mark.parametrize("case", ["dtype of key", "heads of key", "rank 1 mask", "mask and causal", "int64 mask", "dropout 1.1"])
-def test_refused_where_a_gradient_is_needed(device: str, case: str) -> None:
+def test_refused_where_a_gradient_is_needed(device: str, case: str, op) -> None:
     name = case if case in REFUSED else f"torch.{case}"
     argument, *specs, options = REFUSED[name]
     tensors = [build(spec, device) for spec in specs]
     for tensor in tensors[:3]:
         tensor.requires_grad_()
-    refuses(argument, lambda: sdpa(*tensors, **options))
+    refuses(argument, lambda: op(*tensors, **options))
 
 
 def test_mask_and_causal_is_refused_when_compiled(device: str) -> None:
@@ -137,20 +147,24 @@ def test_mask_and_causal_is_refused_in_every_dtype(device: str, dtype: torch.dty
         refuses("attn_mask", lambda mask=mask: sdpa(q, q, q, mask, 0.0, True))
 
 
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa", "sdpa_with_lse", "sdpa_forward"])
 @pytest.mark.parametrize("argument", ["key", "value", "attn_mask"])
-def test_devices_differ(device: str, argument: str) -> None:
-    named = {name: build(spec, device) for name, spec in zip(("query", "key", "value"), (Q, K, V), strict=True)}
-    named["attn_mask"] = torch.zeros(5, 7, device=device)
-    named[argument] = named[argument].to("cpu" if device == "cuda" else "meta")
-    refuses(argument, lambda: sdpa(**named))
+def test_devices_differ(device: str, argument: str, op, fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.no_grad():
+        named = {name: build(spec, device) for name, spec in zip(("query", "key", "value"), (Q, K, V), strict=True)}
+        named["attn_mask"] = build(t(5, 7), device)
+        named[argument] = build(dict(zip(named, (Q, K, V, t(5, 7)), strict=True))[argument], "cpu" if device == "cuda" else "meta")
+        refuses(argument, lambda: op(*named.values()))
 
 
+@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
 @pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask"])
-def test_layouts(argument: str) -> None:
-    named = {name: torch.eye(4) for name in ("query", "key", "value", "attn_mask")}
+def test_layouts(device: str, argument: str, op) -> None:
+    named = {name: torch.eye(4, device=device) for name in ("query", "key", "value", "attn_mask")}
     named[argument] = named[argument].to_sparse()
     with pytest.raises((RuntimeError, NotImplementedError)) as caught:
-        sdpa(**named)
+        op(**named)
     assert argument in str(caught.value)
 
 
@@ -168,17 +182,41 @@ def test_none_for_a_tensor(argument: str) -> None:
         sdpa(**{"query": q, "key": q, "value": q, argument: None})
 
 
-def test_seed_is_needed_for_dropout(device: str) -> None:
-    q = torch.randn(1, 2, 4, 8, device=device)
-    for seed in (None, torch.zeros(1, device=device), torch.zeros(2, dtype=torch.int64, device=device)):
-        with pytest.raises(RuntimeError, match=r"^attention_ext: seed: expected .*, got "):
-            sdpa_forward(q, q, q, None, seed, 0.5, False)
+@pytest.mark.parametrize("fake", [False, True])
+def test_seed_is_needed_for_dropout(device: str, fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.no_grad():
+        q = torch.randn(1, 2, 4, 8, device=device)
+        for seed in (None, torch.zeros(1, device=device), torch.zeros(2, dtype=torch.int64, device=device)):
+            refuses_by_kernel("seed", lambda seed=seed: sdpa_forward(q, q, q, None, seed, 0.5, False))
 
 
-def test_unknown_kernel(device: str) -> None:
-    q = torch.randn(1, 2, 4, 8, device=device)
-    with pytest.raises(RuntimeError, match="kernel"):
-        sdpa_forward(q, q, q, None, None, 0.0, False, kernel_name="no such kernel")
+def refuses_by_kernel(argument: str, call: Callable[[], object]) -> None:
+    with pytest.raises(RuntimeError, match=rf"^attention_ext: {argument}: expected .*, got "):
+        call()
+
+
+@pytest.mark.parametrize("fake", [False, True])
+def test_unknown_kernel(device: str, fake: bool) -> None:
+    if fake and device == "cuda":
+        pytest.skip("which kernels CUDA has, its library says; it is not asked for fake tensors")
+    with FakeTensorMode() if fake else torch.no_grad():
+        q = torch.randn(1, 2, 4, 8, device=device)
+        refuses_by_kernel("kernel_name", lambda: sdpa_forward(q, q, q, None, None, 0.0, False, kernel_name="no such kernel"))
+        args = (q, None, q, q, q, None, q, q[..., 0], None, 0.0, False)
+        refuses_by_kernel("kernel_name", lambda: sdpa_backward(*args, kernel_name="no such kernel"))
+
+
+@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
+def test_refused_under_vmap(device: str, op) -> None:
+    """What one call refuses, a mapped call does: no rank is made up by the mapped dim."""
+    q, vectors = torch.randn(3, 2, 4, 8, device=device), torch.randn(3, 8, device=device)
+    refuses("query", lambda: torch.vmap(lambda t: op(t, q, q))(vectors))
+    refuses("key", lambda: torch.vmap(lambda t: op(q, t, q))(vectors))
+    refuses("attn_mask", lambda: torch.vmap(lambda m: op(q, q, q, m))(torch.randn(3, 4, device=device)))
+    refuses("attn_mask", lambda: torch.vmap(lambda m: op(q, q, q, m))(torch.randn(5, 1, 3, 2, 4, 4, device=device)))
+    refuses("query", lambda: torch.vmap(lambda t: op(t, t, t, enable_gqa=True))(q[0]))
+    refuses("dropout_p", lambda: torch.vmap(lambda t: op(t, t, t, None, 0.5), randomness="same")(q))
+    refuses("key", lambda: torch.vmap(lambda t: op(t, q[:, :, :, :7], q))(q))
 
 
 BACKWARD = {
@@ -190,6 +228,12 @@ BACKWARD = {
     "mask_grad": {"mask_grad": True},
     "attn_mask": {"attn_mask": t(4, 4), "is_causal": True},
     "key": {"key": t(1, 2, 4, 9)},
+    "value": {"value": t(1, 2, 5, 8)},
+    "query": {"query": t(1, 2, 4, 8, dtype=torch.int64)},
+    "grad_out of another dtype|grad_out": {"grad_out": t(1, 2, 4, 8, dtype=torch.float64)},
+    "lse of another dtype|lse": {"lse": t(1, 2, 4, dtype=torch.float64)},
+    "grad_lse of another dtype|grad_lse": {"grad_lse": t(1, 2, 4, dtype=torch.float16)},
+    "dropout_p": {"dropout_p": 1.5},
 }
 
 

@@ -121,6 +121,8 @@ def test_schemas() -> None:
     ours = str(torch.ops.attention_ext.sdpa.default._schema).removeprefix("attention_ext::sdpa")
     aten = str(torch.ops.aten.scaled_dot_product_attention.default._schema).removeprefix("aten::scaled_dot_product_attention")
     assert ours == aten
+    with_lse = str(torch.ops.attention_ext.sdpa_with_lse.default._schema).removeprefix("attention_ext::sdpa_with_lse")
+    assert with_lse == aten.replace("-> Tensor", "-> (Tensor out, Tensor lse)")
     operands = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, bool is_causal, *, "
     options = "float? scale=None, bool enable_gqa=False, bool allow_tf32=False, "
     last = 'int workspace_bytes=134217728, str kernel_name="auto") -> '

@@ -69,6 +69,27 @@ def test_stride_zero_anywhere(device: str, dims: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("E", [8, 264])
+def test_rows_that_overlap(device: str, E: int, dtype: torch.dtype) -> None:
+    """Stride 0, and sliding windows over one signal: a leading dimension below the width, which BLAS does not take."""
+    q, k, v = qkv((1,), (4,), L=15, S=19, E=E, dtype=dtype, device=device)
+    one = normal(E, 4, dtype=dtype, device=device).mT.contiguous().view(1, 4, 1, E).expand(1, 4, 15, E)
+    across = normal(4 * E, dtype=dtype, device=device).as_strided((1, 4, 15, E), (1, E, 0, 1))
+    windows = normal(4 * (E + 18), dtype=dtype, device=device).as_strided((1, 4, 19, E), (0, E + 18, 1, 1))
+    steps = normal(4 * (2 * 14 + E), dtype=dtype, device=device).as_strided((1, 4, 15, E), (0, 2 * 14 + E, 2, 1))
+    for query, key, value in (
+        (one, k, v),
+        (across, k, v),
+        (steps, k, v),
+        (q, windows, v),
+        (q, k, windows),
+        (steps, windows, windows),
+    ):
+        compare(query, key, value, backward=dtype == torch.float64)
+        compare(query, key, value, torch.zeros(15, 1, device=device, dtype=dtype), backward=False)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("offset", [1, 3, 8])
 def test_storage_offset_breaks_alignment(device: str, dtype: torch.dtype, offset: int) -> None:
     def shifted(t: Tensor) -> Tensor:

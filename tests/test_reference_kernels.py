@@ -8,10 +8,24 @@ import sys
 import pytest
 import reference
 import torch
-from helpers import FLOATS, close, leaves, normal, oracle_with_grads, qkv, sdpa_backward, sdpa_forward, torch_own
+from helpers import (
+    FLOATS,
+    check_lse,
+    close,
+    is_float,
+    leaves,
+    normal,
+    oracle_with_grads,
+    qkv,
+    sdpa_backward,
+    sdpa_forward,
+    torch_own,
+)
+from kernels import KERNELS
 from torch import Tensor
 
-PATHS = [("cpu", "auto"), *(pytest.param(("cuda", k), marks=pytest.mark.gpu) for k in ("auto", "pipeline"))]
+FORCED = [k.name for k in KERNELS if k.device == "cuda" and k.takes_everything]
+PATHS = [("cpu", "auto"), *(pytest.param(("cuda", k), marks=pytest.mark.gpu) for k in ("auto", *FORCED))]
 CASES = {
     "plain": {},
     "lengths": {"L": 5, "S": 33},
@@ -60,10 +74,6 @@ def problem(name: str, dtype: torch.dtype, device: str) -> tuple[list[Tensor | N
     return [q, k, v, mask], {"causal": case.get("causal", False), "scale": case.get("scale"), "gqa": case.get("gqa", False)}
 
 
-def is_float(mask: Tensor | None) -> bool:
-    return mask is not None and mask.is_floating_point()
-
-
 @pytest.mark.parametrize("path", PATHS, ids=str)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -109,14 +119,6 @@ def test_zero_sizes(path: tuple[str, str], sizes: tuple[int, ...], heads: tuple[
         grads = sdpa_backward(torch.ones_like(out), None, *inputs, None, out, lse, None, 0.0, False, **rest)
         assert [g.shape for g in grads[:3]] == [t.shape for t in inputs] and all(g.isfinite().all() for g in grads)
         assert S or all((g == 0).all() for g in grads)
-
-
-def check_lse(lse: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """Natural logarithm, float32 (float64 for float64), -inf exactly for a dead row."""
-    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and lse.shape == want.shape
-    alive = want.isfinite()
-    assert torch.equal(lse.cpu() == float("-inf"), ~alive)
-    close(lse.cpu()[alive], want[alive])
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)

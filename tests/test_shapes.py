@@ -161,20 +161,36 @@ def test_leading_dims_broadcast(device: str, q_lead, k_lead, v_lead, causal: boo
     assert [g.shape for g in grads] == [t.shape for t in (q, k, v)]
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("n", [46400, 65600])
-def test_mask_offset_past_32_bits(n: int) -> None:
-    """n^2 mask elements pass 2^31 or 2^32; rows on both sides of the boundary are right."""
-    need = 3 * n * n
-    if torch.cuda.mem_get_info()[0] < need:
-        pytest.skip(f"needs {need >> 30} GiB of free GPU memory")
-    q, k, v = qkv((1,), (1,), L=n, E=64, dtype=torch.bfloat16, device="cuda")
-    mask = torch.ones(n, n, dtype=torch.bool, device="cuda")
-    mask[:, 1::2] = False
-    out = sdpa(q, k, v, mask)
-    edge = (2**31 if n * n < 2**32 else 2**32) // n
-    for row in (0, n // 2, edge - 1, edge + 1, n - 1):
-        one = q[..., row : row + 1, :]
-        want, _ = reference.attention(one, k, v, mask[row : row + 1])
-        base = torch.nn.functional.scaled_dot_product_attention(one, k, v, mask[row : row + 1])
-        reference.check_error(f"row {row}", out[..., row : row + 1, :], want, base)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("lengths", [(4, 5), (0, 5), (4, 0), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "leads", [((3, 1), (1, 2), (3, 2)), ((1, 2), (1, 2), (3, 2)), ((3, 1), (), (3, 2)), ((1, 2), (3, 1), (1, 1))], ids=str
+)
+def test_masks_beside_leading_dims_that_broadcast(device: str, leads: tuple, lengths: tuple[int, int], dtype: torch.dtype) -> None:
+    """The mask broadcasts to the scores of all three operands, also where only the value has a dim, and where there is no row."""
+    L, S = lengths
+    q, k, v = (normal(*lead, n, 8, dtype=dtype, device=device) for lead, n in zip(leads, (L, S, S), strict=True))
+    shape = torch.broadcast_shapes(*leads)
+    for mask in (None, normal(*shape, L, S, dtype=dtype, device=device), torch.rand(*shape, L, 1, device=device) < 0.7):
+        inputs = leaves(q, k, v, mask)
+        out, grads = run(sdpa, inputs, torch.ones(*shape, L, 8))
+        doubles = leaves(*(t.detach().cpu().double() if t is not None and t.is_floating_point() else t for t in inputs))
+        want, _ = reference.attention(*doubles)
+        wanted = [t for t in doubles if t is not None and t.requires_grad]
+        right = torch.autograd.grad(want, wanted, torch.ones_like(want), allow_unused=True, materialize_grads=True)
+        assert out.shape == want.shape and [g.shape for g in grads] == [t.shape for t in wanted]
+        for a, b in zip((out, *grads), (want, *right), strict=True):
+            close(a, b, 32 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("sizes", ZERO_SIZES, ids=str)
+@pytest.mark.parametrize("shape", ["full", "row", "one"])
+def test_zero_sizes_with_a_mask_that_requires_grad(device: str, sizes: tuple[int, ...], shape: str, dtype: torch.dtype) -> None:
+    """Its gradient is zeros of its own shape, not None."""
+    B, H, L, S, E, Ev = sizes
+    inputs = qkv((B,), (H,), L=L, S=S, E=E, Ev=Ev, dtype=dtype, device=device)
+    mask = normal(*{"full": (B, H, L, S), "row": (1, S), "one": (1, 1)}[shape], dtype=dtype, device=device)
+    out, grads = run(sdpa, leaves(*inputs, mask), torch.ones(B, H, L, Ev))
+    close(out, reference.attention(*inputs, mask)[0], 4 * torch.finfo(dtype).eps)
+    assert len(grads) == 4 and grads[3].shape == mask.shape and grads[3].isfinite().all()

@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from helpers import HALVES, qkv
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 OPS = torch.ops.attention_ext
 SHAPES = [(1, 1, 1, 1), (7, 9, 8, 8), (130, 70, 72, 40), (33, 260, 9, 7), (5, 1500, 16, 16), (3, 9000, 16, 24)]
@@ -58,16 +59,28 @@ def test_an_input_that_requires_grad_is_refused(device: str) -> None:
         assert OPS.qk_scores(q, q).shape == (1, 1, 4, 4)
 
 
-def test_refusals(device: str) -> None:
-    scores = torch.randn(2, 4, 4, device=device)
-    for bad, words in (
-        (lambda: OPS.row_softmax(scores, dtype="int8"), "dtype: expected"),
-        (lambda: OPS.row_softmax(scores.double()), "scores: expected"),
-        (lambda: OPS.scores_values(scores, scores[..., 0], torch.randn(2, 5, 3, device=device)), "expected"),
-        (lambda: OPS.qk_scores(scores, torch.randn(2, 4, 5, device=device)), "key: expected"),
-    ):
-        with pytest.raises(RuntimeError, match=f"attention_ext: .*{words}"):
-            bad()
+@pytest.mark.parametrize("fake", [False, True])
+def test_refusals(device: str, fake: bool) -> None:
+    with FakeTensorMode() if fake else torch.no_grad():
+        scores = torch.randn(2, 4, 4, device=device)
+        for bad, words in (
+            (lambda: OPS.row_softmax(scores, dtype="int8"), "dtype: expected"),
+            (lambda: OPS.row_softmax(scores.double()), "scores: expected"),
+            (lambda: OPS.scores_values(scores, scores[..., 0], torch.randn(2, 5, 3, device=device)), "expected"),
+            (lambda: OPS.qk_scores(scores, torch.randn(2, 4, 5, device=device)), "key: expected"),
+        ):
+            with pytest.raises(RuntimeError, match=f"attention_ext: .*{words}"):
+                bad()
+
+
+def test_autocast_leaves_products_alone(device: str) -> None:
+    """Scores and sums stay in float32 inside a region of lower precision."""
+    q = torch.randn(2, 40, 64, device=device)
+    want = OPS.qk_scores(q, q)
+    weights, row_sum, _ = OPS.row_softmax(want)
+    out = OPS.scores_values(weights, row_sum, q)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        assert torch.equal(OPS.qk_scores(q, q), want) and torch.equal(OPS.scores_values(weights, row_sum, q), out)
 
 
 def test_opcheck(device: str) -> None:

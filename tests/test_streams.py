@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import reference
 import torch
-from helpers import HALVES, close, leaves, normal, qkv, run, sdpa
+from helpers import HALVES, close, leaves, normal, qkv, run, sdpa, sdpa_forward, sdpa_with_lse
+
+import attention_ext
 
 pytestmark = pytest.mark.gpu
 KINDS = [{}, {"is_causal": True}, {"enable_gqa": True}]
@@ -55,16 +59,168 @@ def test_graph_replays_with_new_inputs(E: int, dtype: torch.dtype, options: dict
         close(a, b, 8 * torch.finfo(dtype).eps)
 
 
-def test_no_synchronisation() -> None:
-    inputs = leaves(*qkv(L=64, E=64, dtype=torch.float16, device="cuda"))
-    grad = normal(2, 3, 64, 64, dtype=torch.float16, device="cuda")
-    run(sdpa, inputs, grad)
+MASKS = ["bool", "float", "float32 row", "stride 0"]
+
+
+def masked(kind: str, L: int, S: int, dtype: torch.dtype) -> torch.Tensor:
+    """Row 5 is dead."""
+    keep = torch.rand(L, S) < 0.6
+    keep[:, 0], keep[5] = True, False
+    return {
+        "bool": lambda: keep.cuda(),
+        "float": lambda: normal(3, L, S, dtype=dtype).masked_fill(~keep, float("-inf")).cuda(),
+        "float32 row": lambda: normal(1, S).cuda(),
+        "stride 0": lambda: keep[:, :1].cuda().expand(2, 3, L, S),
+    }[kind]()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("p", [0.0, 0.4])
+def test_graph_with_masks_and_dropout(kind: str, dtype: torch.dtype, p: float) -> None:
+    """out, lse and every gradient of a replay, the mask's too, are those of an eager call with the same inputs and seed."""
+    L, S = 70, 133
+    inputs = leaves(*qkv(L=L, S=S, E=64, dtype=dtype, device="cuda"), masked(kind, L, S, dtype))
+    grad, grad_lse = normal(2, 3, L, 64, dtype=dtype, device="cuda"), normal(2, 3, L, device="cuda")
+    wanted = [t for t in inputs if t.requires_grad]
+    seed = torch.tensor([0], device="cuda")
+
+    def step() -> list[torch.Tensor]:
+        out, lse = sdpa_forward(*inputs, seed if p else None, p, False)
+        return [out, lse, *torch.autograd.grad((out, lse), wanted, (grad, grad_lse))]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # an allocation outside of torch's allocator, or a wait, would be an error here
+        results = step()
+    seen = []
+    for number in (3, 4):
+        with torch.no_grad():
+            seed.fill_(number)
+            for t in (*inputs[:3], grad):
+                t.copy_(torch.randn_like(t))
+        graph.replay()
+        for got, want in zip(results, step(), strict=True):
+            assert torch.equal(got, want)
+        seen.append(results[0].clone())
+    assert not torch.equal(*seen)
+
+
+def test_side_stream_of_the_backward_pass() -> None:
+    """The incoming gradient appears late on the side stream, and autograd runs the backward pass on the stream of the forward."""
+    inputs = leaves(*qkv((1,), (2,), L=128, E=64, dtype=torch.float16, device="cuda"))
+    grad = normal(1, 2, 128, 64, dtype=torch.float16, device="cuda")
+    _, want = run(sdpa, inputs, grad)
+    late, stream = torch.zeros_like(grad), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = sdpa(*inputs)
+        torch.cuda._sleep(200_000_000)
+        late.copy_(grad)
+        grads = torch.autograd.grad(out, inputs, late)
+    stream.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+
+
+def test_threads_on_streams_of_their_own() -> None:
+    inputs, grad = qkv(L=130, E=64, dtype=torch.float16, device="cuda"), normal(2, 3, 130, 64, dtype=torch.float16, device="cuda")
+    out, grads = run(sdpa, leaves(*inputs), grad, is_causal=True)
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                got, got_grads = run(sdpa, leaves(*inputs), grad, is_causal=True)
+                if not all(torch.equal(a, b) for a, b in zip((got, *got_grads), (out, *grads), strict=True)):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not wrong
+
+
+QUIET = {
+    "half": {},
+    "float32": {"dtype": torch.float32},
+    "float64": {"dtype": torch.float64},
+    "causal": {"is_causal": True},
+    "dropout": {"dropout_p": 0.3},
+    "grouped": {"heads": (4, 2), "enable_gqa": True},
+    "value heads": {"heads": (6, 2, 3), "enable_gqa": True},
+    "bool mask": {"mask": "bool"},
+    "float mask": {"mask": "float"},
+    "float32 mask": {"mask": "float32 row"},
+    "odd head dim": {"E": 71},
+    "wide": {"E": 512},
+}
+
+
+def quiet(name: str) -> tuple[list[torch.Tensor], dict]:
+    case = dict(QUIET[name])
+    dtype, kind = case.pop("dtype", torch.float16), case.pop("mask", None)
+    inputs = list(qkv(heads=case.pop("heads", (3,)), L=70, S=133, E=case.pop("E", 64), dtype=dtype, device="cuda"))
+    return [*inputs, masked(kind, 70, 133, dtype) if kind else None], case
+
+
+@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
+@pytest.mark.parametrize("name", QUIET)
+def test_no_synchronisation(name: str, op) -> None:
+    inputs, options = quiet(name)
+    first = (lambda *t, **o: op(*t, **o)[0]) if op is sdpa_with_lse else op
+    grad = torch.ones_like(first(*inputs, **options))
+    run(first, leaves(*inputs), grad, **options)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        run(sdpa, inputs, grad)
-        run(sdpa, inputs, grad, dropout_p=0.3)
+        run(first, leaves(*inputs), grad, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", QUIET)
+def test_no_hidden_allocation(name: str) -> None:
+    """After a call torch's allocator holds its results and nothing else; during it, no more than explain says beside them."""
+    inputs, options = quiet(name)
+    sdpa(*inputs, **options)
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats
+    retries = stats()["num_alloc_retries"]
+    torch.cuda.reset_peak_memory_stats()
+    before = stats()["requested_bytes.all.current"]
+    out = sdpa(*inputs, **options)
+    assert stats()["requested_bytes.all.current"] - before == out.nbytes
+    rows = 8 * out.shape[:-1].numel()  # the log-sum-exp, and at most as much again
+    limit = out.nbytes + rows + attention_ext.explain(*inputs, **options).workspace + 2048
+    assert stats()["requested_bytes.all.peak"] - before <= limit
+    grads = run(sdpa, leaves(*inputs), torch.ones_like(out), **options)[1]
+    held = out.nbytes + sum(g.nbytes for g in grads)
+    assert stats()["requested_bytes.all.current"] - before == held, "a backward pass keeps its gradients and nothing else"
+    assert stats()["num_alloc_retries"] == retries
+
+
+@pytest.mark.parametrize("E", [64, 512])
+@pytest.mark.parametrize("masked_by", [None, "bool", "float"])
+def test_memory_of_a_backward_pass_is_linear_in_length(masked_by: str | None, E: int) -> None:
+    """Grouped heads, a broadcast mask: the scores of one pass would be 4.3 GB, the mask expanded as much."""
+    L = 8192
+    q = normal(1, 32, L, E, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    k = q.detach()[:, :4].clone().requires_grad_()
+    mask = torch.zeros(1, 1, 1, L, device="cuda", dtype=torch.bfloat16, requires_grad=masked_by == "float")
+    full = None if masked_by is None else (mask if masked_by == "float" else mask == 0).expand(1, 32, L, L)
+    wanted = [q, k, mask] if masked_by == "float" else [q, k]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    out, _ = sdpa_forward(
+        q, k, k, full if masked_by == "bool" else None if full is None else mask, None, 0.0, False, enable_gqa=True
+    )
+    torch.autograd.grad(out, wanted, torch.ones((), device="cuda", dtype=out.dtype).expand(out.shape))
+    assert torch.cuda.max_memory_allocated() - base < 8 * q.nbytes + (256 << 20)
 
 
 def test_this_card_is_served_or_named() -> None:
@@ -76,12 +232,3 @@ def test_this_card_is_served_or_named() -> None:
         assert card in str(error) or "TORCH_CUDA_ARCH_LIST" in str(error)
     else:
         close(out, reference.attention(q, q, q)[0], 4 * torch.finfo(out.dtype).eps)
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_second_device() -> None:
-    q = normal(1, 2, 64, 64, dtype=torch.float16, device="cuda:1")
-    with torch.cuda.device(0):
-        out = sdpa(q, q, q)
-    assert out.device == q.device
-    close(out, reference.attention(q, q, q)[0], 4 * torch.finfo(out.dtype).eps)

@@ -20,12 +20,16 @@ Kernel choose_kernel(const char* op, const std::string& name, const ForwardParam
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   Kernel kernel;
   if (kernel_by_name(name, kernel)) {
-    if (kernel == Kernel::kSm90_512 && !(ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90 && fused_forward_512_takes(params))) {
+    const bool hopper = ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
+    if ((kernel == Kernel::kSm90_512 && !(hopper && fused_forward_512_takes(params))) ||
+        (kernel == Kernel::kSm90Pipeline && !(hopper && product_pipeline_takes(params)))) {
       fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\"");
     }
     return kernel;
   }
-  if (name != "auto") fail(op, "kernel_name", "\"auto\", \"pipeline\" or \"sm90_512\"", "\"" + name + "\"");
+  if (name != "auto")
+    fail(op, "kernel_name", "\"auto\" or one of the kernels \"pipeline\", \"sm90_512\" and \"sm90_pipeline\"",
+         "\"" + name + "\"");
   const int64_t heads = params.batch.size[params.batch.count - 1];
   Problem problem = {params.N / std::max<int64_t>(heads, 1),
                      heads,
@@ -90,14 +94,16 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
   views.finish(params.batch);
   params.workspace_bytes = workspace_bytes;
-  const bool tma_operands = std::max({query.dim(), key.dim(), value.dim()}) <= 5 && params.query.vector &&
-                            params.key.group == params.value.group && tensor_map_takes(params.batch, params.key, params.S) &&
+  const bool tma_operands = std::max({query.dim(), key.dim(), value.dim()}) <= 5 &&
+                            tensor_map_takes(params.batch, params.query, params.L) && params.key.group == params.value.group &&
+                            tensor_map_takes(params.batch, params.key, params.S) &&
                             tensor_map_takes(params.batch, params.value, params.S);
-  switch (choose_kernel(op, kernel_name, params, tma_operands, device)) {
-    case Kernel::kSm90_512:
-      check_status(op, fused_forward_512(params, current_stream(device)), device);
-      return {out, lse};
-    case Kernel::kPipeline: {
+  const Kernel kernel = choose_kernel(op, kernel_name, params, tma_operands, device);
+  switch (kernel) {
+    case Kernel::kSm90_512: check_status(op, fused_forward_512(params, current_stream(device)), device); return {out, lse};
+    case Kernel::kPipeline:
+    case Kernel::kSm90Pipeline: {
+      params.warpgroup_products = kernel == Kernel::kSm90Pipeline;
       Tensor workspace = allocate_bytes(pipeline_forward_workspace(params), device);
       params.workspace = data_of(workspace);
       check_status(op, pipeline_forward(params, current_stream(device)), device);

@@ -21,12 +21,12 @@ std::tuple<std::string, std::string, int64_t, std::string> build_info() {
 
 // sizes: B, Hq, Hk, L, S, E, Ev. mask: "none", "bool" or "float".
 std::tuple<std::string, std::string, int64_t, bool> plan(std::vector<int64_t> sizes, int64_t element_size, std::string mask,
-                                                         bool is_causal, bool dropout, int64_t capability,
-                                                         bool tma_operands, int64_t workspace_bytes) {
+                                                         bool is_causal, bool dropout, int64_t capability, bool tma_operands,
+                                                         int64_t workspace_bytes) {
   if (sizes.size() != 7) throw std::runtime_error("plan: sizes: expected B, Hq, Hk, L, S, E, Ev");
   MaskKind kind = mask == "bool" ? MaskKind::kBool : mask == "float" ? MaskKind::kFloat : MaskKind::kNone;
-  Problem problem{sizes[0], sizes[1],     sizes[2], sizes[3],  sizes[4], sizes[5],
-                  sizes[6], element_size, kind,     is_causal, dropout,  capability, tma_operands};
+  Problem problem{sizes[0],     sizes[1], sizes[2],  sizes[3], sizes[4],   sizes[5],    sizes[6],
+                  element_size, kind,     is_causal, dropout,  capability, tma_operands};
   Plan made = make_plan(problem, workspace_bytes);
   return {kernel_name(made.kernel), made.reason, made.workspace_bytes, made.preferred};
 }

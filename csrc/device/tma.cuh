@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "batch.cuh"
+
 namespace attention_ext {
 
 // A box of a five-dimensional tensor, its first element at `at` (innermost first), to shared memory; `barrier` counts its bytes.
@@ -18,6 +20,22 @@ __device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map,
           "r"(s_dst),
       "l"(map), "r"(barrier), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4])
       : "memory");
+}
+
+// Sets the batch coordinates of a map that sm90/tensor_map.h made of a view (batch dims..., rows, cols): matrix n.
+__device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& batch, const MatrixView& view, int64_t n) {
+#pragma unroll
+  for (int dim = 2; dim < 5; ++dim) {
+    const int batch_dim = batch.count + 1 - dim;  // the map's dims run from the innermost outwards
+    int64_t index = 0;
+    if (batch_dim >= 0) {
+      index = n;
+      if (batch_dim > 0) divide(n, batch.size[batch_dim], n, index);
+      if (dim == 2) index /= view.group;
+      if (view.batch_stride[batch_dim] == 0) index = 0;
+    }
+    box.at[dim] = static_cast<int32_t>(index);
+  }
 }
 
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {

@@ -35,7 +35,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
   qk.type = params.type;
   qk.mask_type = params.mask_type;
   qk.causal = params.causal;
-  const cudaError_t status = launch_qk_scores(qk, stream);
+  const cudaError_t status = params.warpgroup_products ? launch_product_scores(qk, stream) : launch_qk_scores(qk, stream);
   if (status != cudaSuccess) return status;
 
   if (by_segments) {
@@ -82,7 +82,7 @@ cudaError_t run_slice(const ForwardParams& params, const ForwardSlices& plan, co
   product.out = params.out;
   product.type = params.type;
   product.causal = params.causal;
-  return launch_scores_values(product, stream);
+  return params.warpgroup_products ? launch_product_values(product, stream) : launch_scores_values(product, stream);
 }
 
 }  // namespace

@@ -7,29 +7,12 @@
 // select, store. Tiles wholly above the diagonal return at once.
 // Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
-#include "../device/math.cuh"
 #include "../gemm/mainloop.cuh"
 #include "../params.h"
-#include "score_place.cuh"
+#include "score_mask.cuh"
 
 namespace attention_ext {
 namespace {
-
-// x[e] += mask, or -inf where a bool mask is False, for columns col .. col + 3 below col_end of the mask's row.
-template <class T, class Acc, class Stored>
-__device__ __forceinline__ void add_mask(Acc (&x)[4], const MatrixView& mask, int64_t row_offset, int col, int col_end) {
-  const Stored* g_mask = static_cast<const Stored*>(mask.data) + row_offset;
-#pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (col + e >= col_end) continue;
-    const Stored stored = g_mask[(col + e) * mask.col_stride];
-    if constexpr (std::is_same_v<Stored, uint8_t>) {
-      if (stored == 0) x[e] = negative_infinity(Acc(0));
-    } else {
-      x[e] += static_cast<Acc>(to_accumulator(stored));
-    }
-  }
-}
 
 template <class Tile, ScoresAs kOutput>
 struct ScoresWork {
@@ -42,7 +25,7 @@ struct ScoresWork {
   int64_t first_batch;
 
   __device__ __forceinline__ ScorePlace place() const {
-    return score_place<Tile>(p.slice, p.causal, m_tiles, n_tiles, first_batch);
+    return score_place<Tile>(p.slice, p.causal, tile_of(blockIdx.x, m_tiles, n_tiles, first_batch));
   }
 
   __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& query, TileLoader<Tile, typename Tile::B>& key) const {
@@ -68,24 +51,13 @@ struct ScoresWork {
   }
   __device__ __forceinline__ RowValues<Acc> row_value(RowValues<Acc> values) const { return values; }
 
-  // x = the scores of a quad: scaled, masked, -inf where a key is hidden or does not exist.
-  __device__ __forceinline__ void finish_scores(const ScorePlace& at, int64_t mask_offset, int tile_row, int tile_col,
-                                                const Acc (&dot)[4], Acc (&x)[4]) const {
-    const int row = at.row + tile_row, col = at.col + tile_col, col_end = at.col + at.cols;
+  // x = the scores of a quad.
+  __device__ __forceinline__ void scores_of(const ScorePlace& at, int64_t mask_offset, int tile_row, int tile_col,
+                                            const Acc (&dot)[4], Acc (&x)[4]) const {
     const Acc scale = static_cast<Acc>(p.scale);
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] = scale * dot[e];
-    const int64_t mask_row = mask_offset + row * p.mask.row_stride;
-    switch (p.mask_type) {
-      case MaskType::kNone: break;
-      case MaskType::kBool: add_mask<T, Acc, uint8_t>(x, p.mask, mask_row, col, col_end); break;
-      case MaskType::kSameAsQuery: add_mask<T, Acc, T>(x, p.mask, mask_row, col, col_end); break;
-      case MaskType::kFloat: add_mask<T, Acc, float>(x, p.mask, mask_row, col, col_end); break;
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if ((p.causal && col + e > row) || col + e >= col_end) x[e] = negative_infinity(Acc(0));
-    }
+    finish_scores<T>(p, at, mask_offset, tile_row, tile_col, x);
   }
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
@@ -106,7 +78,7 @@ struct ScoresWork {
     } else {
       product.template for_each_quad<false>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&dot)[4]) {
         Acc x[4];
-        finish_scores(at, mask_offset, row, col, dot, x);
+        scores_of(at, mask_offset, row, col, dot, x);
         if constexpr (kOutput == ScoresAs::kProbabilities) {
           // A row without a visible key has lse -inf, and probability 0 rather than exp(-inf + inf).
           const Acc lse = shared.row[row].first, norm = shared.row[row].second;
@@ -140,7 +112,7 @@ struct ScoresWork {
 #pragma unroll
           for (int e = 0; e < 4; ++e) x[quad][e] = scale * dot.value[e];
         } else if (row < at.rows && strip_col + col < at.cols) {
-          finish_scores(at, mask_offset, row, strip_col + col, dot.value, x[quad]);
+          scores_of(at, mask_offset, row, strip_col + col, dot.value, x[quad]);
         } else {
           x[quad][0] = x[quad][1] = x[quad][2] = x[quad][3] = negative_infinity(Acc(0));
         }
@@ -148,7 +120,7 @@ struct ScoresWork {
         for (int e = 0; e < 4; ++e) max = maximum(max, x[quad][e]);
       }
       max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
-      const Acc stored_reference = floorf(max * (1.0f / kReferenceStep)) * kReferenceStep;  // -inf stays -inf
+      const Acc stored_reference = segment_reference(max);
       const Acc reference = max == negative_infinity(Acc(0)) ? Acc(0) : stored_reference;
       __syncwarp();  // the strip has been read
 

@@ -24,7 +24,7 @@ struct ScoreGradWork {
   int64_t first_batch;
 
   __device__ __forceinline__ ScorePlace place() const {
-    return score_place<Tile>(p.slice, p.causal, m_tiles, n_tiles, first_batch);
+    return score_place<Tile>(p.slice, p.causal, tile_of(blockIdx.x, m_tiles, n_tiles, first_batch));
   }
 
   __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& grad_out,

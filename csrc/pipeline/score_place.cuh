@@ -1,4 +1,4 @@
-// Where a CTA's block tile lies in the scores of its slice, for the two kernels that work on all of them.
+// Where a block tile lies in the scores of its slice, for the kernels that work on all of them.
 #pragma once
 
 #include "../gemm/tile.cuh"
@@ -15,9 +15,7 @@ struct ScorePlace {
 };
 
 template <class Tile>
-__device__ __forceinline__ ScorePlace score_place(const Slice& slice, bool causal, int m_tiles, int n_tiles,
-                                                  int64_t first_batch) {
-  const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
+__device__ __forceinline__ ScorePlace score_place(const Slice& slice, bool causal, const TileIndex& index) {
   ScorePlace at;
   at.n = slice.batch_begin + index.batch;
   at.slice_index = index.batch;

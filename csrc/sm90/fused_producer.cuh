@@ -1,7 +1,6 @@
 // The loading side of the fused forward: one thread for each consumer's ring, in the order in which the consumer multiplies.
 #pragma once
 
-#include "../device/batch.cuh"
 #include "../device/cp_async.cuh"
 #include "../device/mbarrier.cuh"
 #include "../device/tma.cuh"
@@ -20,19 +19,8 @@ class FusedProducer {
   __device__ __forceinline__ FusedProducer(const ForwardParams& p, const FusedMaps& maps, typename Tile::Shared& shared,
                                            int consumer)
       : p_(p), maps_(maps), shared_(shared), work_(shared.work), consumer_(consumer) {
-    key_.at[0] = key_.at[1] = 0;
-    int64_t n = work_.n_group * work_.group;
-    for (int dim = 2; dim < 5; ++dim) {
-      const int batch_dim = p.batch.count + 1 - dim;  // the map's dims run from the innermost outwards
-      int64_t index = 0;
-      if (batch_dim >= 0) {
-        index = n;
-        if (batch_dim > 0) divide(n, p.batch.size[batch_dim], n, index);
-        if (dim == 2) index /= work_.group;
-      }
-      key_.at[dim] = batch_dim >= 0 && p.key.batch_stride[batch_dim] != 0 ? static_cast<int>(index) : 0;
-      value_.at[dim] = batch_dim >= 0 && p.value.batch_stride[batch_dim] != 0 ? static_cast<int>(index) : 0;
-    }
+    set_batch(key_, p.batch, p.key, work_.n_group * work_.group);
+    set_batch(value_, p.batch, p.value, work_.n_group * work_.group);
   }
 
   __device__ __forceinline__ void run() {

@@ -94,17 +94,4 @@ class BlockWalk {
   int ordinal_, block_, previous_;
 };
 
-// A ring's place: which slot comes next, and which time around.
-template <int kSlots>
-struct RingPlace {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
 }  // namespace attention_ext

@@ -1,0 +1,125 @@
+"""What the records share: timing on the device, the formula in three calls, errors on sampled rows and the rule for them."""
+
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from cases import Case
+from torch import Tensor
+
+from attention_ext import _measure
+
+__all__ = ["Sample", "extra_memory", "first_line", "log", "naive", "three_calls", "time_ms", "unit", "within_rule"]
+
+DEVICE = torch.device("cuda")
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0][:300] or type(error).__name__
+
+
+def time_ms(call: Callable[[], Any], cold_l2: bool = False, most: int = 30) -> float:
+    """Median of 5 to `most` calls in milliseconds, fewer for slow ones; of `most` calls where that is less than 5.
+
+    cold_l2: before each call, outside of what is timed, a buffer of twice the L2 cache is written. Otherwise the calls follow each
+    other, with whatever the one before has left in L2.
+    """
+    timed = _cold_ms if cold_l2 else partial(_measure.time_ms, device=DEVICE)
+    if most < 5:
+        return timed(call, repeat=most)
+    return timed(call, repeat=max(5, min(most, int(300 / max(timed(call, repeat=1), 0.01)))))
+
+
+def _cold_ms(call: Callable[[], Any], repeat: int) -> float:
+    buffer = torch.empty(2 * torch.cuda.get_device_properties(DEVICE).L2_cache_size, dtype=torch.uint8, device=DEVICE)
+    events = []
+    for _ in range(repeat + 2):
+        buffer.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        events.append((start, stop))
+    torch.cuda.synchronize()
+    times = sorted(start.elapsed_time(stop) for start, stop in events[2:])
+    return (times[(repeat - 1) // 2] + times[repeat // 2]) / 2
+
+
+def three_calls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What a person writes: the whole score matrix in memory, in the operands' dtype."""
+    return torch.softmax((q * q.size(-1) ** -0.5) @ k.mT, -1) @ v
+
+
+def naive(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Tensor], str]:
+    """The formula in three calls for any case without a mask, and how it was written; neither K nor V is repeated."""
+    if case.Hk == case.Hq and not case.causal:
+        return lambda: three_calls(q, k, v), "three calls"
+    groups = case.Hq // case.Hk
+    rows = q.reshape(case.B, case.Hk, groups * case.L, case.E)
+    hidden = torch.ones(case.L, case.S, dtype=torch.bool, device=q.device).triu(1) if case.causal else None
+
+    def call() -> Tensor:
+        x = (rows * case.E**-0.5) @ k.mT
+        if hidden is not None:
+            x.view(case.B, case.Hk, groups, case.L, case.S).masked_fill_(hidden, -math.inf)
+        return (torch.softmax(x, -1) @ v).view(case.B, case.Hq, case.L, case.Ev)
+
+    how = ["the heads of a group as rows of one product"] if groups > 1 else []
+    how += ["scores hidden in place by a mask made beforehand"] if case.causal else []
+    return call, "three calls, " + ", ".join(how)
+
+
+def extra_memory(call: Callable[[], Tensor]) -> int:
+    """Bytes beyond the result that a call takes from torch's allocator at its peak."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - out.nbytes
+
+
+class Sample:
+    """Some query rows of some heads of a case, and what they are in float64."""
+
+    def __init__(self, case: Case, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, rows: int = 64) -> None:
+        self.rows = torch.linspace(0, case.L - 1, min(case.L, rows)).round().long().to(q.device)
+        self.heads = _measure.sample_heads(case.B, case.Hq, max(4, 16 // len(self.rows)))
+        self.dtype = case.dtype
+        full = None if mask is None else mask.expand(case.B, case.Hq, mask.size(-2), case.S)
+        want = []
+        for b, h in self.heads:
+            g = h * case.Hk // case.Hq
+            x = (q[b, h, self.rows].double() @ k[b, g].double().mT) * case.E**-0.5
+            if case.causal:
+                x = x.masked_fill(torch.arange(case.S, device=q.device) > self.rows[:, None], -math.inf)
+            if full is not None:
+                part = full[b, h] if full.size(-2) == 1 else full[b, h, self.rows]
+                x = x.masked_fill(~part, -math.inf) if part.dtype == torch.bool else x + part.double()
+            want.append(torch.softmax(x, -1) @ v[b, g].double())
+        self.want = torch.stack(want).cpu()
+        self.top = float(self.want.abs().max())
+
+    def errors(self, out: Tensor) -> dict[str, float]:
+        got = torch.stack([out[b, h, self.rows] for b, h in self.heads])
+        largest, frobenius = _measure.errors(got, self.want)
+        return {"max_abs_error": largest, "relative_frobenius_error": frobenius}
+
+
+def within_rule(ours: dict[str, float], theirs: dict[str, float], top: float, dtype: torch.dtype) -> bool:
+    """Errors at most twice PyTorch's own plus one unit in the last place at the largest reference value; False for NaN."""
+    ulp = unit(top, dtype)
+    return all(ours[kind] <= 2 * theirs[kind] + ulp for kind in ("max_abs_error", "relative_frobenius_error"))
+
+
+def unit(top: float, dtype: torch.dtype) -> float:
+    """One unit in the last place of dtype at `top`."""
+    return float(torch.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(top))

@@ -1,0 +1,170 @@
+"""Device time over bench/shapes.py, ours beside PyTorch's default, as JSON: `python bench/record_shapes.py class512 class1024`.
+
+A call is captured up to 20 times into a CUDA graph, so that what the host does for it does not count, and the graph replayed: ms is
+the median over two turns of five replays each. Errors are those of the captured call on 16 rows of each of four heads. The shapes
+run in a process of their own, and after one that costs it its device the next process goes on behind it.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from cases import Case
+from common import Sample, first_line, log, within_rule
+from shapes import SHAPES
+from torch import Tensor
+
+import attention_ext
+
+DEVICE = "cuda"
+OPERATORS = {"ours": torch.ops.attention_ext.sdpa, "torch": F.scaled_dot_product_attention}
+LEAST_MS, MOST_CALLS, REPLAYS, TURNS = 1.0, 20, 5, 2
+MOST_PROCESSES = 6
+SLOWER = 1 / 1.05  # ratio below which ours counts as slower
+WRONG = 0.05  # a relative error that is no rounding, where there is nothing to compare with
+
+
+class Captured:
+    """A call, `count` times in one CUDA graph."""
+
+    def __init__(self, call: Callable[[], Tensor]) -> None:
+        call()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        self.count = max(1, min(MOST_CALLS, math.ceil(LEAST_MS / max(start.elapsed_time(stop), 1e-3))))
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for _ in range(self.count):
+                self.out = call()
+        self.graph.replay()
+        torch.cuda.synchronize()
+
+    def times(self) -> list[float]:
+        """Milliseconds a call, one figure for each replay; the replays are queued without waiting in between."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(REPLAYS + 1)]
+        events[0].record()
+        for event in events[1:]:
+            self.graph.replay()
+            event.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / self.count for before, after in pairwise(events)]
+
+
+def measure(shape: Case) -> dict[str, Any]:
+    """ms, torch_ms, ratio, kernel, errors; in place of a figure "ours_failed" or "torch_failed" says why there is none."""
+    row: dict[str, Any] = {"name": shape.name}
+    q, k, v = shape.inputs(DEVICE)
+    options = shape.options(DEVICE)
+    sample = Sample(shape, q, k, v, options["attn_mask"], rows=16)
+    row["kernel"] = attention_ext.explain(q, k, v, **options).kernel
+    captured: dict[str, Captured] = {}
+    times: dict[str, list[float]] = {}
+    errors: dict[str, dict[str, float]] = {}
+    for who, operator in OPERATORS.items():
+        try:
+            captured[who] = Captured(lambda operator=operator: operator(q, k, v, **options))
+            times[who] = captured[who].times()
+            errors[who] = sample.errors(captured[who].out)
+        except Exception as error:
+            row[f"{who}_failed"] = first_line(error)
+            with contextlib.suppress(Exception):  # a capture that failed leaves its stream behind
+                torch.cuda.set_stream(torch.cuda.default_stream())
+    if len(errors) == 2:  # the other turns, if both ran
+        for _ in range(1, TURNS):
+            for who, call in captured.items():
+                times[who] += call.times()
+    if "torch" in errors:
+        row |= {"torch_ms": statistics.median(times["torch"]), "torch_errors": errors["torch"]}
+        if not all(map(math.isfinite, errors["torch"].values())):
+            row["torch_failed"] = "its result is not finite"
+    if "ours" in errors:
+        row |= {"ms": statistics.median(times["ours"]), "calls": captured["ours"].count, "errors": errors["ours"]}
+        row["finite"] = all(map(math.isfinite, errors["ours"].values()))
+        if "torch" in errors and "torch_failed" not in row:
+            row["ratio"] = row["torch_ms"] / row["ms"]
+            row["within_rule"] = within_rule(errors["ours"], errors["torch"], sample.top, shape.dtype)
+        elif row["finite"]:
+            row["within_rule"] = errors["ours"]["relative_frobenius_error"] < WRONG
+    return row
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The slowest ratio, how many are slower by more than 5 %, and what must not be: ours failing, NaN, the error rule broken."""
+    compared = [row for row in rows if "ratio" in row]
+    slowest = min(compared, key=lambda row: row["ratio"], default=None)
+    return {
+        "shapes": len(rows),
+        "compared": len(compared),
+        "slowest": {name: slowest[name] for name in ("name", "ratio", "ms", "torch_ms", "kernel")} if slowest else None,
+        "slower_by_more_than_5_percent": sum(row["ratio"] < SLOWER for row in compared),
+        "geometric_mean_ratio": statistics.geometric_mean(row["ratio"] for row in compared) if compared else None,
+        "torch_failed": sum("torch_failed" in row for row in rows),
+        "ours_failed": sum("ours_failed" in row for row in rows),
+        "not_finite": sum(not row.get("finite", True) for row in rows),
+        "outside_rule": sum(not row.get("within_rule", True) for row in rows),
+    }
+
+
+def worker(name: str, start: int) -> int:
+    """Prints a line of JSON for each shape from `start` on; ends early, with 3, when the device is lost."""
+    with torch.no_grad():
+        for shape in SHAPES[name][start:]:
+            print(json.dumps(measure(shape)), flush=True)
+            try:
+                torch.cuda.synchronize()
+            except Exception:
+                return 3
+    return 0
+
+
+def run(name: str) -> list[dict[str, Any]]:
+    """The rows of one list, through as many processes as that takes."""
+    rows: list[dict[str, Any]] = []
+    shapes = SHAPES[name]
+    for _ in range(MOST_PROCESSES):
+        before = len(rows)
+        command = [sys.executable, str(Path(__file__).resolve()), name, "--worker", str(before)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+        rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        if done.returncode == 0 or len(rows) == len(shapes):
+            break
+        if done.returncode != 3:  # it broke down within a shape
+            rows.append({"name": shapes[len(rows)].name, "ours_failed": f"the process ended with {done.returncode}"})
+    return rows + [{"name": shape.name, "ours_failed": "not run"} for shape in shapes[len(rows) :]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lists", nargs="*", default=list(SHAPES), help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if unknown := set(args.lists) - set(SHAPES):
+        parser.error(f"no list is called {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
+    if args.worker is not None:
+        return worker(args.lists[0], args.worker)
+    rows = {name: run(name) for name in args.lists}
+    summaries = {name: summary(values) for name, values in rows.items()}
+    for name, values in rows.items():
+        for row in values:
+            if "ours_failed" in row or not row.get("finite", True) or row.get("ratio", 1.0) < SLOWER:
+                log(f"{name}: {json.dumps(row)}")
+        log(f"{name}: {json.dumps(summaries[name])}")
+    json.dump({"shapes": rows, "shapes_summary": summaries}, sys.stdout, indent=1)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

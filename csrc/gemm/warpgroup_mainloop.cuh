@@ -1,0 +1,164 @@
+// The tiled main loop of matrix products by warpgroups (Hopper): C[128, 256] = sum over k of A[m, k] * B[k, n], tile after tile.
+//
+// 1. CTAs stay, one an SM, and take every gridDim.x-th tile. One thread loads steps of 64 in k with the copy engine, kStages buffers
+//    ahead, on into the next tile while the epilogue of this one runs.
+// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers.
+// 3. They hand it to the epilogue.
+//
+// `Work` is what differs between kernels:
+//   tiles()                       how many there are
+//   aim(tile)                     Place of a tile: at least `steps` (0: left out) and the positions `a` and `b` of its first boxes
+//   fetch(place, row)             what the epilogue needs of a row of the tile, read before the product so that its latency is hidden
+//   store(place, row, fetched, product, s_strip)   the epilogue; row is the thread's first one, the other is 8 below
+#pragma once
+
+#include "../device/cp_async.cuh"
+#include "../device/mbarrier.cuh"
+#include "../device/tma.cuh"
+#include "../device/warpgroup.cuh"
+#include "../device/wgmma.cuh"
+#include "warpgroup_tile.cuh"
+
+namespace attention_ext {
+
+struct ProductMaps {
+  CUtensorMap a, b;  // boxes of 128 rows; of 256 rows, or of 64 rows with kColumnsB
+};
+
+template <class Tile, class Work>
+__device__ __forceinline__ void load_tiles(const Work& work, const ProductMaps& maps, typename Tile::Shared& shared) {
+  using T = typename Tile::T;
+  RingPlace<Tile::kStages> ring;
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile < work.tiles(); tile += gridDim.x) {
+    auto place = work.aim(tile);
+#pragma unroll 1
+    for (int step = 0; step < place.steps; ++step) {
+      mbarrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+      const uint32_t full = shared_address(&shared.full[ring.slot]);
+      mbarrier_arrive_expect_bytes(full, (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+      tma_load(shared_address(shared.stage[ring.slot].a), &maps.a, place.a, full);
+      const uint32_t s_b = shared_address(shared.stage[ring.slot].b);
+      if constexpr (Tile::kColumnsB) {
+        TensorPosition box = place.b;
+#pragma unroll
+        for (int i = 0; i < Tile::kColumnBoxes; ++i) {
+          tma_load(s_b + i * 64 * Tile::kK * sizeof(T), &maps.b, box, full);
+          box.at[0] += 64;
+        }
+        place.b.at[1] += Tile::kK;
+      } else {
+        tma_load(s_b, &maps.b, place.b, full);
+        place.b.at[0] += Tile::kK;
+      }
+      place.a.at[0] += Tile::kK;
+      ring.advance();
+    }
+  }
+}
+
+template <class Tile, class Work>
+__device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::Shared& shared, int consumer) {
+  using T = typename Tile::T;
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = consumer * 64 + warp * 16 + lane / 4;
+  const uint32_t s_strip = shared_address(shared.strip[consumer * 4 + warp]);
+  const auto release = [&](int slot) {
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
+  };
+  RingPlace<Tile::kStages> ring;
+  float product[Tile::kN / 2];
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile < work.tiles(); tile += gridDim.x) {
+    const auto place = work.aim(tile);
+    const auto first = work.fetch(place, row), second = work.fetch(place, row + 8);
+    if (place.steps > 0) {
+      int previous = 0;
+#pragma unroll 1
+      for (int step = 0; step < place.steps; ++step) {
+        mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+        const uint64_t a =
+            matrix_descriptor(shared_address(shared.stage[ring.slot].a) + consumer * 64 * Tile::kK * sizeof(T), 1024, 0);
+        const uint64_t b = matrix_descriptor(shared_address(shared.stage[ring.slot].b), 1024, 64 * Tile::kK * sizeof(T));
+        wgmma_fence();
+#pragma unroll
+        for (int k = 0; k < Tile::kK; k += 16) {
+          const int b_offset = (Tile::kColumnsB ? k * 64 : k) * sizeof(T);
+          wgmma<T, Tile::kColumnsB>(product, a + k * sizeof(T) / 16, b + b_offset / 16, step == 0 && k == 0);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();  // the step before this one is done
+        if (step > 0) release(previous);
+        previous = ring.slot;
+        ring.advance();
+      }
+      wgmma_wait<0>();
+      pin_registers(product);
+      release(previous);
+      work.store(place, row, first, second, product, s_strip);
+    }
+  }
+}
+
+// The body of a kernel.
+template <class Tile, class Work>
+__device__ __forceinline__ void run_warpgroup_tiles(const Work& work, const ProductMaps& maps) {
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      mbarrier_init(shared_address(&shared.full[stage]), 1);
+      mbarrier_init(shared_address(&shared.empty[stage]), 4 * Tile::kConsumers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  if (warpgroup == Tile::kConsumers) {
+    give_registers<Tile::kProducerRegisters>();
+    if (threadIdx.x % 128 == 0) load_tiles<Tile>(work, maps, shared);
+  } else {
+    take_registers<Tile::kConsumerRegisters>();
+    multiply_tiles<Tile>(work, shared, warpgroup);
+  }
+}
+
+// A warp's 16 x 64 part of the result on its way to memory: as whole rows of 128 bytes, 16 bytes a lane. values[i]: this thread's
+// elements of the strip, as wgmma leaves them. visit(row, col, s_chunk) for every eight columns of the strip.
+template <class T, class Visit>
+__device__ __forceinline__ void for_each_chunk(const float (&values)[32], uint32_t s_strip, Visit visit) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < 8; tile += 2) {
+    uint32_t m[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = pack_pair<T>(values[tile * 4 + 2 * i], values[tile * 4 + 2 * i + 1]);
+    store_matrices(s_strip + swizzled(lane % 16, tile + lane / 16), m[0], m[1], m[2], m[3]);
+  }
+  __syncwarp();  // the strip is written
+#pragma unroll
+  for (int pass = 0; pass < 4; ++pass) {
+    const int row = pass * 4 + lane / 8;
+    visit(row, lane % 8 * 8, *static_cast<const uint4*>(shared_pointer(s_strip + swizzled(row, lane % 8))));
+  }
+  __syncwarp();  // the strip has been read
+}
+
+// One CTA for every SM, or fewer where there are fewer tiles.
+template <class Tile, class Params>
+cudaError_t launch_warpgroup_tiles(void (*kernel)(Params, ProductMaps), const Params& params, const ProductMaps& maps,
+                                   int64_t tiles, cudaStream_t stream) {
+  if (tiles == 0) return cudaSuccess;
+  int device = 0, processors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
+  if (status != cudaSuccess) return status;
+  kernel<<<static_cast<unsigned>(tiles < processors ? tiles : processors), Tile::kThreads, kSharedBytes, stream>>>(params,
+                                                                                                                   maps);
+  return cudaGetLastError();
+}
+
+}  // namespace attention_ext

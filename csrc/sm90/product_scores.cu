@@ -1,0 +1,165 @@
+// Stage 1 of the pipeline by warpgroups (Hopper): exp(score - reference of its segment of 64 keys) in half precision with the
+// segments' statistics, for one slice; what pipeline/qk_scores.cu does there for half types.
+//
+// Product of block tiles of 128 queries by 256 keys, gemm/warpgroup_mainloop.cuh. In the epilogue a segment lies in the registers of
+// four lanes: maximum, exponentials, sums, two shuffles each; then through shared memory to rows of 128 bytes.
+// Grid: one CTA an SM, which stays; 384 threads. Shared memory: WarpgroupTile::Shared. Registers: 232 a consumer thread.
+#include "../gemm/warpgroup_mainloop.cuh"
+#include "../params.h"
+#include "../pipeline/score_mask.cuh"
+#include "tensor_map.h"
+
+namespace attention_ext {
+namespace {
+
+template <class Tile>
+struct ProductScoresWork {
+  using T = typename Tile::T;
+
+  const QkScoresParams& p;
+
+  struct Place : ScorePlace {
+    int steps;
+    TensorPosition a, b;
+  };
+  struct Nothing {};
+
+  __device__ __forceinline__ int m_tiles() const { return static_cast<int>((p.slice.row_count + Tile::kM - 1) / Tile::kM); }
+  __device__ __forceinline__ int n_tiles() const { return static_cast<int>((p.slice.col_count + Tile::kN - 1) / Tile::kN); }
+  __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
+
+  __device__ __forceinline__ Place aim(int64_t tile) const {
+    Place at;
+    static_cast<ScorePlace&>(at) =
+        score_place<Tile>(p.slice, p.causal, tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0));
+    at.steps = at.hidden ? 0 : static_cast<int>((p.E + Tile::kK - 1) / Tile::kK);
+    at.a.at[0] = at.b.at[0] = 0;
+    at.a.at[1] = at.row;
+    at.b.at[1] = at.col;
+    set_batch(at.a, p.batch, p.query, at.n);
+    set_batch(at.b, p.batch, p.key, at.n);
+    return at;
+  }
+  __device__ __forceinline__ Nothing fetch(const Place&, int) const { return {}; }
+
+  __device__ __forceinline__ void store(const Place& at, int row, Nothing, Nothing, const float (&product)[Tile::kN / 2],
+                                        uint32_t s_strip) const {
+    const bool plain = p.mask_type == MaskType::kNone && !(p.causal && at.col + Tile::kN - 1 > at.row) && at.rows >= Tile::kM &&
+                       at.cols >= Tile::kN;
+    if (plain) {
+      store_segments<true>(at, row, product, s_strip);
+    } else {
+      store_segments<false>(at, row, product, s_strip);
+    }
+  }
+
+  template <bool kPlain>
+  __device__ __forceinline__ void store_segments(const Place& at, int row, const float (&product)[Tile::kN / 2],
+                                                 uint32_t s_strip) const {
+    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+    const float scale = static_cast<float>(p.scale);
+    const int64_t mask_offset =
+        kPlain || p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
+    T* g_out = static_cast<T*>(p.out.data) + at.slice_index * p.out.slice_stride +
+               (at.slice_row + warp_row) * p.out.row_stride + at.slice_col;
+    SegmentStatistics* g_statistics = static_cast<SegmentStatistics*>(p.statistics.data) +
+                                      at.slice_index * p.statistics.slice_stride +
+                                      (at.slice_row + row) * p.statistics.row_stride + at.slice_col / kSegment;
+#pragma unroll
+    for (int segment = 0; segment < Tile::kN / kSegment; ++segment) {
+      const int first_col = segment * kSegment;
+      if (!kPlain && first_col >= at.cols) break;
+      float x[kSegment / 2];
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) x[i] = scale * product[segment * (kSegment / 2) + i];
+      if constexpr (!kPlain) {
+#pragma unroll
+        for (int i = 0; i < kSegment / 2; i += 2) {
+          const int pair_row = row + i / 2 % 2 * 8;
+          float pair[2] = {negative_infinity(0.0f), negative_infinity(0.0f)};
+          if (pair_row < at.rows) {
+            pair[0] = x[i];
+            pair[1] = x[i + 1];
+            finish_scores<T>(p, at, mask_offset, pair_row, first_col + i / 4 * 8 + lane % 4 * 2, pair);
+          }
+          x[i] = pair[0];
+          x[i + 1] = pair[1];
+        }
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float max = negative_infinity(0.0f);
+#pragma unroll
+        for (int i = 2 * half; i < kSegment / 2; i += 4) max = maximum(max, maximum(x[i], x[i + 1]));
+        max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
+        max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 2));
+        const float reference = segment_reference(max);
+        const float subtract = max == negative_infinity(0.0f) ? 0.0f : reference;
+        float sum = 0.0f, rounded_sum = 0.0f;
+#pragma unroll
+        for (int i = 2 * half; i < kSegment / 2; i += 4) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float weight = exp_difference<T>(x[i + e], subtract);
+            sum += weight;
+            x[i + e] = to_accumulator(from_accumulator<T>(weight));
+            rounded_sum += x[i + e];
+          }
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        rounded_sum += __shfl_xor_sync(0xffffffffu, rounded_sum, 1);
+        rounded_sum += __shfl_xor_sync(0xffffffffu, rounded_sum, 2);
+        if (lane % 4 == 0 && (kPlain || row + 8 * half < at.rows)) {
+          g_statistics[8 * half * p.statistics.row_stride + segment] = {reference, sum, rounded_sum};
+        }
+      }
+      for_each_chunk<T>(x, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
+        // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
+        if (kPlain || (warp_row + chunk_row < at.rows && first_col + chunk_col < at.cols)) {
+          *reinterpret_cast<uint4*>(g_out + chunk_row * p.out.row_stride + first_col + chunk_col) = chunk;
+        }
+      });
+    }
+  }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    product_scores_kernel(const __grid_constant__ QkScoresParams p, const __grid_constant__ ProductMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
+  run_warpgroup_tiles<Tile>(ProductScoresWork<Tile>{p}, maps);
+#endif
+}
+
+template <class T>
+cudaError_t launch_typed(const QkScoresParams& params, int64_t keys, cudaStream_t stream) {
+  using Tile = WarpgroupTile<T, false>;
+  ProductMaps maps;
+  cudaError_t status = make_tensor_map(maps.a, params.type, params.batch, params.query, params.L, params.E, Tile::kM);
+  if (status == cudaSuccess) status = make_tensor_map(maps.b, params.type, params.batch, params.key, keys, params.E, Tile::kN);
+  if (status != cudaSuccess) return status;
+  const int64_t tiles =
+      ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.slice.col_count, Tile::kN) * params.slice.batch_count;
+  return launch_warpgroup_tiles<Tile>(product_scores_kernel<Tile>, params, maps, tiles, stream);
+}
+
+}  // namespace
+
+bool product_pipeline_takes(const ForwardParams& params) {
+  const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
+  const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
+  return half_type && not_empty && tensor_map_takes(params.batch, params.query, params.L) &&
+         tensor_map_takes(params.batch, params.key, params.S) && tensor_map_takes(params.batch, params.value, params.S);
+}
+
+cudaError_t launch_product_scores(const QkScoresParams& params, cudaStream_t stream) {
+  const int64_t keys = params.slice.col_begin + params.slice.col_count;
+  switch (params.type) {
+    case DataType::kHalf: return launch_typed<__half>(params, keys, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, keys, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention_ext

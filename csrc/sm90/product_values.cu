@@ -1,0 +1,129 @@
+// Stage 3 of the pipeline by warpgroups (Hopper): out = weights . values * factor / row_sum for one slice of rows; what
+// pipeline/scores_values.cu does.
+//
+// Product of block tiles of 128 rows by 256 columns of values, gemm/warpgroup_mainloop.cuh; k ends at the last key that a row of the
+// tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
+// Grid: one CTA an SM, which stays; causal: longest row tiles first. Shared memory: WarpgroupTile::Shared. Registers: 232.
+#include "../gemm/warpgroup_mainloop.cuh"
+#include "../params.h"
+#include "tensor_map.h"
+
+namespace attention_ext {
+namespace {
+
+template <class Tile>
+struct ProductValuesWork {
+  using T = typename Tile::T;
+
+  const ScoresValuesParams& p;
+
+  struct Place {
+    int64_t n, slice_index;
+    int row, col;    // of the tile's first element; rows from the beginning of the slice
+    int rows, cols;  // that exist from there on
+    int steps;
+    TensorPosition a, b;
+  };
+
+  __device__ __forceinline__ int m_tiles() const { return static_cast<int>((p.slice.row_count + Tile::kM - 1) / Tile::kM); }
+  __device__ __forceinline__ int n_tiles() const { return static_cast<int>((p.Ev + Tile::kN - 1) / Tile::kN); }
+  __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
+
+  __device__ __forceinline__ Place aim(int64_t tile) const {
+    const TileIndex index = tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0);
+    Place at;
+    at.n = p.slice.batch_begin + index.batch;
+    at.slice_index = index.batch;
+    at.row = (p.causal ? m_tiles() - 1 - index.m : index.m) * Tile::kM;
+    at.col = index.n * Tile::kN;
+    at.rows = static_cast<int>(p.slice.row_count) - at.row;
+    at.cols = static_cast<int>(p.Ev) - at.col;
+    int keys = static_cast<int>(p.slice.col_count);
+    if (p.causal) keys = min(keys, static_cast<int>(p.slice.row_begin) + at.row + Tile::kM);
+    at.steps = (keys + Tile::kK - 1) / Tile::kK;
+    at.a = {{0, at.row, static_cast<int>(at.slice_index), 0, 0}};
+    at.b.at[0] = at.col;
+    at.b.at[1] = 0;
+    set_batch(at.b, p.batch, p.values, at.n);
+    return at;
+  }
+
+  // The row's sum of weights.
+  __device__ __forceinline__ float fetch(const Place& at, int row) const {
+    if (row >= at.rows) return 0.0f;
+    return static_cast<const float*>(
+        p.row_sum.data)[at.slice_index * p.row_sum.slice_stride + (at.row + row) * p.row_sum.row_stride];
+  }
+
+  __device__ __forceinline__ void store(const Place& at, int row, float first_sum, float second_sum,
+                                        const float (&product)[Tile::kN / 2], uint32_t s_strip) const {
+    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+    const float factor = static_cast<float>(p.factor);
+    const float factors[2] = {first_sum == 0.0f ? 0.0f : factor / first_sum, second_sum == 0.0f ? 0.0f : factor / second_sum};
+    T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
+               (p.slice.row_begin + at.row + warp_row) * p.out.row_stride + at.col * p.out.col_stride;
+#pragma unroll
+    for (int strip = 0; strip < Tile::kN / Tile::kStripCols; ++strip) {
+      const int first_col = strip * Tile::kStripCols;
+      if (first_col >= at.cols) break;
+      float x[Tile::kStripCols / 2];
+#pragma unroll
+      for (int i = 0; i < Tile::kStripCols / 2; ++i) {
+        const float row_factor = factors[i / 2 % 2];
+        x[i] = row_factor == 0.0f ? 0.0f : product[strip * (Tile::kStripCols / 2) + i] * row_factor;
+      }
+      for_each_chunk<T>(x, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
+        const int col = first_col + chunk_col;
+        if (warp_row + chunk_row >= at.rows || col >= at.cols) return;
+        T* g_chunk = g_out + chunk_row * p.out.row_stride + col * p.out.col_stride;
+        if (p.out.vector && col + 8 <= at.cols) {
+          *reinterpret_cast<uint4*>(g_chunk) = chunk;
+        } else {
+          const T* elements = reinterpret_cast<const T*>(&chunk);
+#pragma unroll
+          for (int e = 0; e < 8; ++e) {
+            if (col + e < at.cols) g_chunk[e * p.out.col_stride] = elements[e];
+          }
+        }
+      });
+    }
+  }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    product_values_kernel(const __grid_constant__ ScoresValuesParams p, const __grid_constant__ ProductMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
+  run_warpgroup_tiles<Tile>(ProductValuesWork<Tile>{p}, maps);
+#endif
+}
+
+template <class T>
+cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) {
+  using Tile = WarpgroupTile<T, true>;
+  // The slice's weights as a view of one batch dim.
+  BatchDims slice = {{params.slice.batch_count}, 1};
+  MatrixView weights = params.weights;
+  weights.batch_stride[0] = params.slice.batch_count > 1 ? weights.slice_stride : 0;
+  ProductMaps maps;
+  cudaError_t status =
+      make_tensor_map(maps.a, params.type, slice, weights, params.slice.row_count, params.slice.col_count, Tile::kM);
+  if (status == cudaSuccess) {
+    status = make_tensor_map(maps.b, params.type, params.batch, params.values, params.slice.col_count, params.Ev, Tile::kK);
+  }
+  if (status != cudaSuccess) return status;
+  const int64_t tiles = ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.Ev, Tile::kN) * params.slice.batch_count;
+  return launch_warpgroup_tiles<Tile>(product_values_kernel<Tile>, params, maps, tiles, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_product_values(const ScoresValuesParams& params, cudaStream_t stream) {
+  switch (params.type) {
+    case DataType::kHalf: return launch_typed<__half>(params, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,98 @@
+"""The kernels that kernel_name can force, and what each takes: one line here runs a kernel through every forced-kernel test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from helpers import FLOATS, HALVES
+from torch import Tensor
+
+
+def rows_on_16_bytes(tensor: Tensor) -> bool:
+    """Columns adjacent, and every row of every matrix begins on a 16-byte boundary of its own."""
+    size = tensor.element_size()
+    if tensor.size(-2) > 1 and tensor.stride(-2) == 0:
+        return False
+    strides = [s * size for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    adjacent = tensor.size(-1) <= 1 or tensor.stride(-1) == 1
+    return adjacent and all(s % 16 == 0 for s in (*strides, tensor.data_ptr()))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """name: for kernel_name. device: its device type. backward: the kernel_name that serves its gradient.
+
+    capability: the compute capabilities it runs on, 10 * major + minor, empty for all. head_dims: what max(E, Ev) may be, both
+    ends included. aligned: query, key and value need their rows on 16-byte boundaries. value_heads: key and value may have
+    different head counts. rank: the largest that it takes. empty: whether a dim may be 0.
+    """
+
+    name: str
+    device: str
+    backward: str
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    capability: tuple[int, ...] = ()
+    head_dims: tuple[int, int] = (0, 1 << 30)
+    aligned: bool = False
+    value_heads: bool = True
+    rank: int = 10
+    empty: bool = True
+
+    def takes_sizes(self, dtype: torch.dtype, E: int, Ev: int) -> bool:
+        """Whether contiguous operands of these head dims are taken."""
+        multiple = 16 // dtype.itemsize if self.aligned else 1
+        inside = self.head_dims[0] <= max(E, Ev) <= self.head_dims[1]
+        return dtype in self.dtypes and inside and E % multiple == 0 and Ev % multiple == 0
+
+    def takes(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Whether it takes just these operands; masks, flags and lengths are no matter."""
+        fits = self.head_dims[0] <= max(query.size(-1), value.size(-1)) <= self.head_dims[1]
+        aligned = not self.aligned or all(rows_on_16_bytes(t) for t in (query, key, value))
+        heads = self.value_heads or query.dim() < 3 or key.size(-3) == value.size(-3)
+        fits = (
+            fits
+            and heads
+            and (self.empty or all(t.numel() for t in (query, key, value)))
+            and max(t.dim() for t in (query, key, value)) <= self.rank
+        )
+        return query.device.type == self.device and query.dtype in self.dtypes and fits and aligned and self.runs_here()
+
+    def runs_here(self) -> bool:
+        if self.device != "cuda" or not self.capability:
+            return True
+        major, minor = torch.cuda.get_device_capability()
+        return 10 * major + minor in self.capability
+
+    @property
+    def takes_everything(self) -> bool:
+        return self == Kernel(self.name, self.device, self.backward)
+
+
+KERNELS = (
+    Kernel("reference", "cpu", "reference"),
+    Kernel("pipeline", "cuda", "pipeline"),
+    Kernel("sm90_512", "cuda", "pipeline", HALVES, (90,), (1, 512), aligned=True, value_heads=False, rank=5, empty=False),
+    Kernel("sm90_pipeline", "cuda", "pipeline", HALVES, (90,), (1, 1 << 30), aligned=True, rank=5, empty=False),
+)
+
+HEAD_DIMS = ((16, 16), (7, 13), (64, 128), (128, 40), (320, 264), (264, 512), (512, 512), (512, 8), (40, 384), (1024, 1024))
+
+
+def params(kernels: tuple[Kernel, ...] = KERNELS) -> list:
+    """For pytest.mark.parametrize: kernels of the GPU carry its mark."""
+    return [pytest.param(k, id=k.name, marks=pytest.mark.gpu if k.device == "cuda" else ()) for k in kernels]
+
+
+def with_head_dims(dtypes: tuple[torch.dtype, ...] = FLOATS, at_most: int = len(HEAD_DIMS)) -> list:
+    """(kernel, dtype, E, Ev) for every combination that a kernel takes, at most so many head dims of each."""
+    rows = []
+    for kernel in KERNELS:
+        for dtype in dtypes:
+            fitting = [dims for dims in HEAD_DIMS if kernel.takes_sizes(dtype, *dims)][:at_most]
+            marks = pytest.mark.gpu if kernel.device == "cuda" else ()
+            rows += [
+                pytest.param(kernel, dtype, *dims, id=f"{kernel.name}-{dtype}-{dims[0]}-{dims[1]}", marks=marks) for dims in fitting
+            ]
+    return rows

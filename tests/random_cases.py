@@ -1,0 +1,265 @@
+"""Random problems for the operators: drawn from a plain random.Random, described by a dataclass whose repr makes them again.
+
+Every input is a view into a larger buffer that is otherwise full of NaN (True for a boolean mask).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from kernels import Kernel
+from torch import Tensor
+
+NEG_INF, NAN = float("-inf"), float("nan")
+EDGES = (15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 95, 127, 128, 129)
+GUARD = 64  # elements of NaN before the first element of an input, a multiple of every alignment; as many and more behind the last
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a tensor lies in its buffer. order: its dims, slowest first. steps, pads: per dim, every n-th element is its own, and
+    so many are left free behind it. zero: dims of stride 0. offset: elements before the first, beyond the guard."""
+
+    order: tuple[int, ...]
+    steps: tuple[int, ...]
+    pads: tuple[int, ...]
+    zero: tuple[bool, ...]
+    offset: int
+
+    def strides(self, shape: Sequence[int]) -> tuple[list[int], int]:
+        """Strides, and elements from the first one to the end."""
+        strides, span = [0] * len(shape), 1
+        for d in reversed(self.order):
+            if not self.zero[d]:
+                strides[d] = span * self.steps[d]
+                span = strides[d] * max(shape[d], 1) + self.pads[d]
+        return strides, span
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call. op: "sdpa", "sdpa_with_lse", "sdpa_forward", or the name of a kernel that is forced. layouts: of query, key,
+    value, attn_mask and grad_out. needs: which of the first four require grad; none: no backward pass."""
+
+    seed: int
+    op: str
+    dtype: str
+    query: tuple[int, ...]
+    key: tuple[int, ...]
+    value: tuple[int, ...]
+    mask: tuple[int, ...] | None
+    mask_dtype: str
+    mask_kind: str
+    layouts: tuple[Layout, ...]
+    causal: bool
+    scale: float | None
+    gqa: bool
+    dropout_p: float
+    spread: float
+    needs: tuple[bool, bool, bool, bool]
+    grad_lse: bool
+
+    @property
+    def scores(self) -> tuple[int, ...]:
+        tail = 3 if self.gqa else 2
+        lead = torch.broadcast_shapes(self.query[:-tail], self.key[:-tail], self.value[:-tail])
+        return (*lead, *self.query[-tail:-1], self.key[-2])
+
+
+def _length(rng: random.Random) -> int:
+    kind = rng.random()
+    if kind < 0.5:
+        return rng.randint(2, 20)
+    if kind < 0.75:
+        return rng.choice(EDGES)
+    if kind < 0.88:
+        return rng.randint(21, 300)
+    return 1 if kind < 0.97 else 0
+
+
+def _head_dim(rng: random.Random) -> int:
+    kind = rng.random()
+    if kind < 0.45:
+        return rng.randint(2, 40)
+    if kind < 0.7:
+        return rng.choice((8, 16, 24, 32, 48, 64, 72, 96, 128))
+    if kind < 0.9:
+        return rng.randint(41, 300)
+    return 1 if kind < 0.95 else rng.randint(301, 1030) if kind < 0.98 else 0
+
+
+def _head_dims(rng: random.Random, kernel: Kernel | None, dtype: str) -> tuple[int, int]:
+    E = _head_dim(rng)
+    Ev = E if rng.random() < 0.5 else _head_dim(rng)
+    if kernel is None or kernel.takes_everything:
+        return E, Ev
+    multiple = 16 // getattr(torch, dtype).itemsize if kernel.aligned else 1
+    low, high = kernel.head_dims
+    wide = rng.randint(-(-low // multiple), high // multiple) * multiple
+    other = min(-(-Ev // multiple) * multiple, wide)
+    return (wide, other) if rng.random() < 0.5 else (other, wide) if rng.random() < 0.5 else (wide, wide)
+
+
+def _layout(rng: random.Random, shape: tuple[int, ...], aligned: bool = False, zeros: bool = True) -> Layout:
+    rank, kind = len(shape), rng.random()
+    order, ones, none = list(range(rank)), (1,) * rank, (0,) * rank
+    never = (False,) * rank
+    if kind < 0.35 or aligned:
+        pads, offset = none, 0
+        if aligned and kind > 0.5 and rank > 2:
+            order[-3], order[-2] = order[-2], order[-3]
+        return Layout(tuple(order), ones, pads, never, offset)
+    if kind < 0.55 and rank > 2:
+        order[-3], order[-2] = order[-2], order[-3]
+        return Layout(tuple(order), ones, none, never, rng.choice((0, 0, 8)))
+    if kind > 0.75:
+        rng.shuffle(order)
+    steps, pads, zero = list(ones), list(none), list(never)
+    if rng.random() < 0.4:
+        steps[rng.randrange(rank)] = rng.choice((2, 3))
+    for d in range(rank):
+        if rng.random() < 0.3:
+            pads[d] = rng.choice((1, 3, 8, 16))
+        if zeros and rng.random() < 0.08:
+            zero[d] = True
+    return Layout(tuple(order), tuple(steps), tuple(pads), tuple(zero), rng.choice((0, 0, 1, 2, 3, 4, 7, 8)))
+
+
+def _shapes(rng: random.Random, kernel: Kernel | None, dtype: str) -> tuple[list[tuple[int, ...]], bool]:
+    """Shapes of query, key and value, and whether heads are grouped. Leading dims broadcast where no kernel is forced."""
+    (E, Ev), L = _head_dims(rng, kernel, dtype), _length(rng)
+    S = L if rng.random() < 0.25 else _length(rng)
+    rank = rng.choice((4, 4, 4, 3, 5, 2))
+    batch = tuple(0 if rng.random() < 0.01 else rng.randint(1, 3) for _ in range(rank - 3))
+    gqa = rank > 2 and rng.random() < 0.3
+    heads = [(rng.randint(1, 4),)] * 3 if rank > 2 else [()] * 3
+    if gqa:
+        hq = rng.choice((1, 2, 4, 6, 8, 12))
+        divisors = [n for n in range(1, hq + 1) if hq % n == 0]
+        hk = rng.choice(divisors)
+        heads = [(hq,), (hk,), (hk if rng.random() < 0.7 else rng.choice(divisors),)]
+    leads = [(*batch, *h) for h in heads]
+    if kernel is None and rng.random() < 0.15:
+        end = len(batch) if gqa else len(leads[0])
+        for i in range(3):
+            leads[i] = (*(1 if rng.random() < 0.3 else n for n in leads[i][:end]), *leads[i][end:])
+            if i and rng.random() < 0.2:
+                leads[i] = leads[i][rng.randint(0, end) :]
+    count = max(1, math.prod(torch.broadcast_shapes(*(lead[: -1 if gqa else None] for lead in leads)))) * (
+        heads[0][0] if gqa else 1
+    )
+    most = 1 << (25 if rng.random() < 0.02 else 23)
+    while count * L * S * max(E, Ev, 1) > most:
+        L, S = (L // 2, S) if L >= S else (L, S // 2)
+    return [(*leads[0], L, E), (*leads[1], S, E), (*leads[2], S, Ev)], gqa
+
+
+def draw_case(rng: random.Random, forced: Sequence[Kernel] = ()) -> Case:
+    """A problem, from nothing but the numbers of `rng`. forced: the kernels that may be asked for by name."""
+    kind = rng.random()
+    op = "sdpa" if kind < 0.45 else "sdpa_with_lse" if kind < 0.6 else "sdpa_forward"
+    kernel = rng.choice(list(forced)) if forced and kind > 0.7 else None
+    dtype = rng.choice(("float32", "float32", "float16", "bfloat16", "float64"))
+    if kernel is not None:
+        allowed = {str(d).removeprefix("torch.") for d in kernel.dtypes}
+        op, dtype = kernel.name, dtype if dtype in allowed else rng.choice(sorted(allowed))
+    shapes, gqa = _shapes(rng, kernel, dtype)
+    aligned = kernel is not None and kernel.aligned
+    layouts = [_layout(rng, shape, aligned) for shape in shapes]
+    tail = 3 if gqa else 2
+    scores = (*torch.broadcast_shapes(*(s[:-tail] for s in shapes)), *shapes[0][-tail:-1], shapes[1][-2])
+    causal = rng.random() < 0.3
+    mask = None
+    if not causal and rng.random() < 0.65:
+        start = 0 if rng.random() < 0.5 else rng.randint(0, len(scores) - 2)
+        mask = tuple(1 if rng.random() < 0.45 else n for n in scores[start:])
+    layouts += [_layout(rng, mask or (1, 1)), _layout(rng, (*scores[:-1], shapes[2][-1]))]
+    mask_dtype = rng.choice(("bool", "bool", "same", "same", "float32"))
+    needs = tuple(rng.random() < 0.7 for _ in range(4)) if rng.random() < 0.6 else (False,) * 4
+    return Case(
+        seed=rng.randrange(1 << 31),
+        op=op,
+        dtype=dtype,
+        query=shapes[0],
+        key=shapes[1],
+        value=shapes[2],
+        mask=mask,
+        mask_dtype=mask_dtype,
+        mask_kind=rng.choice(("some", "some", "few", "dead rows", "late", "early", "all", "none", "lowest")),
+        layouts=tuple(layouts),
+        causal=causal,
+        scale=rng.choice((None, None, None, 0.0, -0.7, 0.3, 1.0, 1e-30)),
+        gqa=gqa,
+        dropout_p=rng.choice((0.1, 0.5, 0.9, 1.0, rng.random()))
+        if op not in ("sdpa", "sdpa_with_lse") and rng.random() < 0.3
+        else 0.0,
+        spread=rng.choice((1.0, 1.0, 1.0, 4.0)),
+        needs=(*needs[:3], needs[3] and mask is not None and mask_dtype != "bool"),
+        grad_lse=op != "sdpa" and rng.random() < 0.5,
+    )
+
+
+@dataclass
+class Placed:
+    """A view, and the buffer it lies in as it was made."""
+
+    view: Tensor
+    buffer: Tensor
+    before: Tensor
+
+    def unchanged(self) -> bool:
+        return torch.equal(self.buffer.view(torch.uint8).cpu(), self.before.view(torch.uint8))
+
+
+def place(values: Tensor, layout: Layout, device: str) -> Placed:
+    """The values in a buffer of their own, NaN everywhere else; along dims of stride 0 the first one counts."""
+    shape = values.shape
+    strides, span = layout.strides(shape)
+    first = GUARD + layout.offset
+    fill = True if values.dtype == torch.bool else NAN
+    before = torch.full((first + span + 4 * GUARD,), fill, dtype=values.dtype)
+    for d, zero in enumerate(layout.zero):
+        values = values.narrow(d, 0, min(1, values.size(d))) if zero else values
+    before.as_strided(values.shape, strides, first).copy_(values)
+    buffer = before.to(device, copy=True)
+    return Placed(buffer.as_strided(shape, strides, first), buffer, before)
+
+
+def _mask_values(case: Case, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """On which keys a row looks, by kind, and for a float mask what is added there."""
+    S = case.mask[-1]
+    share = {"few": 0.1, "all": 1.1, "none": -0.1}.get(case.mask_kind, 0.6)
+    keep = torch.rand(case.mask, generator=generator) < share
+    if case.mask_kind == "dead rows":
+        keep &= torch.rand((*case.mask[:-1], 1), generator=generator) < 0.5
+    elif case.mask_kind in ("late", "early"):  # whole tiles of keys are hidden, at the beginning or at the end
+        late = torch.arange(S) >= (S * 3) // 4
+        keep &= late if case.mask_kind == "late" else ~late
+    if case.mask_dtype == "bool":
+        return keep
+    dtype = torch.float32 if case.mask_dtype == "float32" else dtype
+    hidden = NEG_INF
+    if case.mask_kind == "lowest" and dtype != torch.float16:  # -65504 leaves the scores standing, and the float32 sums rounded
+        hidden = torch.finfo(dtype).min
+    return torch.randn(case.mask, generator=generator).to(dtype).masked_fill(~keep, hidden)
+
+
+def build(case: Case, device: str, draw: int = 0) -> tuple[list[Placed | None], Placed, Tensor]:
+    """query, key, value and mask; grad_out; grad_lse (CPU, float32). draw: another one of the same kind."""
+    generator = torch.Generator().manual_seed(case.seed + draw)
+    dtype = getattr(torch, case.dtype)
+
+    def values(shape: tuple[int, ...], spread: float = 1.0) -> Tensor:
+        return (torch.randn(shape, generator=generator) * spread).to(dtype)
+
+    placed: list[Placed | None] = [
+        place(values(shape, case.spread if i == 0 else 1.0), layout, device)
+        for i, (shape, layout) in enumerate(zip((case.query, case.key, case.value), case.layouts, strict=False))
+    ]
+    placed.append(None if case.mask is None else place(_mask_values(case, dtype, generator), case.layouts[3], device))
+    grad_out = place(values((*case.scores[:-1], case.value[-1])), case.layouts[4], device)
+    return placed, grad_out, torch.randn(case.scores[:-1], generator=generator)

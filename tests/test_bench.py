@@ -1,0 +1,232 @@
+"""What the benches stand on, without a GPU: lists of cases and shapes, errors on sampled rows, rivals, summaries, tables."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import subprocess
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "bench"))
+
+import cases  # noqa: E402
+import common  # noqa: E402
+import peers  # noqa: E402
+import record_shapes  # noqa: E402
+from cases import CASES, MASKS, SETS, Case  # noqa: E402
+from shapes import SHAPES  # noqa: E402
+
+
+def script(name: str) -> ModuleType:
+    loader = SourceFileLoader(f"scripts_{Path(name).stem}", str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "low", "dims"),
+    [
+        ("class512", 100, 256, {264, 272, 288, 320, 336, 384, 400, 448, 456, 512}),
+        ("class1024", 60, 512, {520, 576, 640, 704, 768, 896, 960, 1024}),
+    ],
+)
+def test_lists_of_shapes(name: str, count: int, low: int, dims: set[int]) -> None:
+    shapes = SHAPES[name]
+    assert len(shapes) == len(set(shapes)) == len({shape.name for shape in shapes}) == count
+    assert {shape.E for shape in shapes} == dims
+    for shape in shapes:
+        assert low < max(shape.E, shape.Ev) <= 2 * low and min(shape.E, shape.Ev) > 256 and shape.E % 8 == shape.Ev % 8 == 0
+        assert shape.Hq % shape.Hk == 0 and not (shape.causal and shape.mask)
+        assert all(64 <= length <= 16384 for length in (shape.L, shape.S)) and shape.dtype.itemsize == 2
+        assert shape.mask is None or shape.S % 16 == 0, "PyTorch's fused operators want masks with aligned rows"
+    assert {shape.dtype for shape in shapes} == {torch.float16, torch.bfloat16}
+    assert {shape.mask for shape in shapes} == {None, *MASKS}
+    assert any(shape.causal and shape.L < shape.S for shape in shapes) and any(
+        shape.causal and shape.L > shape.S for shape in shapes
+    )
+    assert {shape.Hq // shape.Hk for shape in shapes} >= {1, 4, 8} and any(shape.Hk == 1 < shape.Hq for shape in shapes)
+    assert any(shape.Ev != shape.E for shape in shapes) and {shape.L for shape in shapes} >= {64, 65, 127, 1000, 4097, 16384}
+
+
+def test_shapes_are_cheap_for_pytorch() -> None:
+    """By a model of an H100: 115 TFLOP/s where 2 blocks of 32 query rows are there for each of 132 processors, or float32 math."""
+    for shape in (shape for shapes in SHAPES.values() for shape in shapes):
+        visible = sum(min(i + 1, shape.S) for i in range(shape.L)) / (shape.L * shape.S) if shape.causal else 1.0
+        flop = 2.0 * shape.scores * (shape.E + shape.Ev)
+        busy = min(1.0, shape.B * shape.Hq * math.ceil(shape.L / 32) / 264)
+        grouped = shape.Hq != shape.Hk
+        seconds = flop / 50e12 + 8 * 4 * shape.scores / 2.5e12 if grouped else flop * visible / 115e12 / busy
+        assert seconds < 15e-3 and 4 * shape.scores < 20e9, shape.name
+
+
+def test_cases() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names)) and sorted(name for kind in SETS.values() for name in kind) == sorted(names)
+    assert [case.name for case in cases.choose(["decode", "kb97", "class512", "g512"])] == [
+        name for name in names if name in {"kb97", *SETS["class512"], *SETS["decode"]}
+    ]
+    assert cases.choose([]) == [] and all(case.cold_l2 == (case.L == 1) for case in CASES)
+    with pytest.raises(SystemExit, match="no_such"):
+        cases.choose(["no_such"])
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(mask: str) -> None:
+    case = Case("", 2, 3, 3, 20, 32, 8, torch.float16, mask=mask)
+    made = case.attn_mask("cpu")
+    assert made is not None and torch.equal(made, case.attn_mask("cpu"))
+    assert made.dtype == (torch.bool if MASKS[mask].startswith("bool") else torch.float16)
+    assert str(tuple(made.shape)) in MASKS[mask].replace("B", "2").replace("Hq", "3").replace("L", "20").replace("S", "32")
+    if made.dtype == torch.bool:
+        assert made.any(-1).all() and not made.all()
+
+
+def small(**options: Any) -> Case:
+    sizes: dict[str, Any] = {"B": 2, "Hq": 4, "Hk": 4, "L": 30, "S": 48, "E": 24, "dtype": torch.float32}
+    return Case("small", **(sizes | options))
+
+
+KINDS = [{}, {"causal": True}, {"Hk": 2}, {"Hk": 1, "causal": True, "L": 60}, {"Ev": 16}, {"L": 1, "Hk": 2}]
+
+
+@pytest.mark.parametrize("case", [small(**kind) for kind in [*KINDS, *({"mask": mask} for mask in MASKS)]], ids=str)
+def test_samples_and_rivals(case: Case) -> None:
+    q, k, v = case.inputs("cpu")
+    options = case.options("cpu")
+    sample = common.Sample(case, q, k, v, options["attn_mask"])
+    own = F.scaled_dot_product_attention(q, k, v, **options)
+    good, bad = sample.errors(own), sample.errors(own + 1e-2)
+    assert good["relative_frobenius_error"] < 1e-6 and good["max_abs_error"] < 1e-5
+    assert bad["max_abs_error"] > 9e-3
+    assert common.within_rule(good, good, sample.top, case.dtype) and not common.within_rule(bad, good, sample.top, case.dtype)
+    assert not common.within_rule(sample.errors(own * math.nan), good, sample.top, case.dtype)
+    if case.mask is None:
+        call, how = common.naive(case, q, k, v)
+        torch.testing.assert_close(call(), own)
+        assert ("group" in how) == (case.Hk != case.Hq) and ("hidden" in how) == case.causal
+
+
+class Eager:
+    """In place of a CUDA graph."""
+
+    count = 3
+
+    def __init__(self, call: Any) -> None:
+        self.out = call()
+
+    def times(self) -> list[float]:
+        return [2.0, 1.0, 3.0]
+
+
+def measured(monkeypatch: pytest.MonkeyPatch, **operators: Any) -> dict[str, Any]:
+    monkeypatch.setattr(record_shapes, "Captured", Eager)
+    monkeypatch.setattr(record_shapes, "DEVICE", "cpu")
+    for name, operator in operators.items():
+        monkeypatch.setitem(record_shapes.OPERATORS, name, operator)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    return record_shapes.measure(small(mask="pad"))
+
+
+def broken(*args: Any, **options: Any) -> torch.Tensor:
+    raise torch.OutOfMemoryError("CUDA out of memory\nmore of it")
+
+
+def nothing(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    return q * math.nan
+
+
+def test_a_shape_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = measured(monkeypatch)
+    assert row["ms"] == row["torch_ms"] == 2.0 and row["ratio"] == 1.0 and row["within_rule"] and row["finite"]
+    assert row["kernel"] == "torch" and json.loads(json.dumps(row)) == row
+    total = record_shapes.summary([row, row | {"ratio": 0.96}, row | {"ratio": 0.94, "name": "slow"}])
+    assert total["slower_by_more_than_5_percent"] == 1 and total["slowest"]["name"] == "slow" and total["compared"] == 3
+    assert not total["ours_failed"] + total["torch_failed"] + total["not_finite"] + total["outside_rule"]
+
+
+@pytest.mark.parametrize(
+    ("operators", "bad"),
+    [
+        ({"torch": broken}, {"torch_failed"}),
+        ({"torch": nothing}, {"torch_failed"}),
+        ({"ours": broken}, {"ours_failed"}),
+        ({"ours": nothing}, {"not_finite", "outside_rule"}),
+        ({"ours": nothing, "torch": broken}, {"torch_failed", "not_finite"}),
+        ({"ours": lambda q, k, v, **options: v.mean(-2, keepdim=True).expand_as(q)}, {"outside_rule"}),
+    ],
+)
+def test_a_shape_that_goes_wrong(monkeypatch: pytest.MonkeyPatch, operators: dict[str, Any], bad: set[str]) -> None:
+    row = measured(monkeypatch, **operators)
+    total = record_shapes.summary([row])
+    kinds = ("torch_failed", "ours_failed", "not_finite", "outside_rule")
+    assert {kind for kind in kinds if total[kind]} == bad
+    assert total["compared"] == (0 if "torch_failed" in bad or "ours_failed" in bad else 1)
+    sound = script("gpu_check").shapes_sound({"shapes_summary": {"class512": total}})
+    assert sound == (bad == {"torch_failed"})
+
+
+def test_a_lost_device_costs_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts = []
+
+    def fake(command: list[str], **options: Any) -> Any:
+        starts.append(start := int(command[-1]))
+        stop, code = {0: (10, 3), 10: (12, -11), 13: (60, 0)}[start]
+        lines = "".join(json.dumps({"name": shape.name}) + "\n" for shape in SHAPES["class1024"][start:stop])
+        return subprocess.CompletedProcess(command, code, stdout=lines)
+
+    monkeypatch.setattr(subprocess, "run", fake)
+    rows = record_shapes.run("class1024")
+    assert starts == [0, 10, 13] and [row["name"] for row in rows] == [shape.name for shape in SHAPES["class1024"]]
+    assert [index for index, row in enumerate(rows) if "ours_failed" in row] == [12]
+
+
+@pytest.mark.gpu
+def test_a_shape_under_a_graph() -> None:
+    with torch.no_grad():
+        row = record_shapes.measure(Case("graph", 1, 2, 2, 65, 80, 264, torch.bfloat16, mask="bias"))
+    assert row["ms"] > 0 and row["calls"] > 1 and row["within_rule"], row
+
+
+def test_peers_take_what_they_are_timed_on() -> None:
+    assert {case.name for case in CASES if peers.takes(case)} == {*SETS["class512"], "dec512"}
+    assert not peers.takes(small(E=512, dtype=torch.float16, causal=True))
+    assert "not_available" in peers.measure({}, {}) or importlib.util.find_spec("ffpa_attn")
+
+
+def test_tables_with_and_without_what_newer_records_hold() -> None:
+    table = script("make_tables.py").gpu_table
+    record = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
+    newer = {key: value for key, value in record.items() if key not in ("shapes", "shapes_summary", "randomised")}
+    plain = table(newer)
+    row = {"name": "1 8 8 64 64 512 512 bf16 -", "ratio": 1.5, "ms": 1.0, "torch_ms": 1.5, "kernel": "some", "within_rule": True}
+    newer["shapes_summary"] = {"class512": record_shapes.summary([row]), "class1024": record_shapes.summary([{"ours_failed": "x"}])}
+    newer["randomised"] = {"count": 2000, "failed": 0, "failures": []}
+    first = next(iter(newer["forward"].values()))
+    newer["forward"] = newer["forward"] | {"cold": first | {"cold_l2": True}}
+    newer["forward"]["lost"] = first | {
+        "rows": {"attention_ext": {"not_available": "out of memory"}, "torch": first["rows"]["torch"]}
+    }
+    text = "\n".join(table(newer))
+    assert len(table(newer)) > len(plain) and "cold L2" in text and "out of memory" in text and "2000" in text
+    assert "0 of 1 slower" in text and "ours on 1" in text and "nan" not in text
+
+
+def test_last_json() -> None:
+    last_json = script("gpu_check").last_json
+    outcome = {"count": 3, "failures": [{"seed": 1}, {}]}
+    for indent in (None, 1):
+        assert last_json("noise\n{1}\n" + json.dumps(outcome, indent=indent) + "\nmore {}\n") == outcome
+    assert last_json("no object") is None and last_json("{broken") is None

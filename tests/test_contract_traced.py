@@ -1,0 +1,155 @@
+"""The cases of the contract compiled, as CUDA graphs and through AOTInductor: what eager gives, and eager what is right."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import reference
+import torch
+from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa, sdpa_with_lse
+from torch import Tensor
+from torch.export import Dim, export
+
+NEG_INF = float("-inf")
+CASES = [
+    "dead row, bool",
+    "dead row, float",
+    "all dead",
+    "lowest row",
+    "float32 mask",
+    "mask by query",
+    "mask of stride 0",
+    "mask requires grad",
+    "causal, L < S",
+    "causal, L > S",
+    "scale 0",
+    "negative scale",
+    "long logits",
+    "no keys",
+    "no rows",
+    "no head dim",
+    "no value dim",
+    "odd head dims",
+    "overlapping rows",
+    "value broadcasts",
+    "grouped, value heads",
+    "rank 2",
+    "rank 5",
+]
+
+
+def problem(name: str, dtype: torch.dtype, device: str) -> tuple[list[Tensor | None], dict]:
+    """[query, key, value, attn_mask], options; L = 7, S = 9 where the name does not say otherwise."""
+    L, S = {"causal, L > S": (9, 7), "no keys": (7, 0), "no rows": (0, 9)}.get(name, (7, 9))
+    E, Ev = {"no head dim": (0, 8), "no value dim": (8, 0), "odd head dims": (7, 13)}.get(name, (8, 8))
+    batch, heads = {"rank 2": ((), ()), "rank 5": ((2, 1), (3,)), "grouped, value heads": ((2,), (6, 2, 3))}.get(name, ((2,), (3,)))
+    q, k, v = qkv(batch, heads, L, S, E, Ev, dtype, device)
+    if name == "overlapping rows":
+        q = normal(E + 6, dtype=dtype, device=device).as_strided((2, 3, L, E), (0, 0, 1, 1))
+    elif name == "value broadcasts":
+        q, k = q[:1], k[0]
+    elif name == "long logits":
+        q, k = torch.full_like(q, 250.0), torch.full_like(k, 250.0)
+        k[..., ::2, :] = 200.0
+    keep = torch.rand(L, S) < 0.6
+    if name in ("dead row, bool", "dead row, float", "lowest row", "mask by query"):
+        keep[:, 0], keep[3] = True, False
+    masks = {
+        "dead row, bool": lambda: keep,
+        "dead row, float": lambda: torch.zeros(L, S, dtype=dtype).masked_fill(~keep, NEG_INF),
+        "all dead": lambda: torch.zeros(L, S, dtype=torch.bool),
+        "lowest row": lambda: torch.zeros(L, S).masked_fill(~keep, torch.finfo(torch.float32).min),
+        "float32 mask": lambda: normal(3, 1, S),
+        "mask by query": lambda: keep[:, :1],
+        "mask of stride 0": lambda: normal(3, 1, 1, dtype=dtype),
+        "mask requires grad": lambda: normal(2, 1, L, 1, dtype=dtype),
+    }
+    mask = masks[name]().to(device) if name in masks else None
+    if name == "mask of stride 0":
+        mask = mask.expand(2, 3, L, S)
+    options = {"is_causal": True} if "causal" in name or "scale" in name else {}
+    options |= {"scale": {"scale 0": 0.0, "negative scale": -0.7}[name]} if "scale" in name else {}
+    options |= {"enable_gqa": True} if "grouped" in name else {}
+    return [q, k, v, mask], options
+
+
+def compiled_or_eager(op, inputs: list[Tensor | None], options: dict):
+    grad = torch.ones_like(op(*inputs, **options))
+    return run(op, leaves(*inputs), grad, **options)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_eager(device: str, name: str, dtype: torch.dtype) -> None:
+    """The oracle's values, so that the other tests of this file compare with what is right."""
+    inputs, options = problem(name, dtype, device)
+    out, grads = compiled_or_eager(sdpa, inputs, options)
+    doubles = leaves(*(t.cpu().double() if t is not None and t.is_floating_point() else t for t in inputs))
+    want, _ = reference.attention(*doubles, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
+    wanted = [t for t in doubles if t is not None and t.requires_grad]
+    right = torch.autograd.grad(want, wanted, torch.ones_like(want), allow_unused=True, materialize_grads=True)
+    among = max(1.0, reference.largest(*right))
+    for got, exact in zip((out, *grads), (want, *right), strict=True):
+        assert got.shape == exact.shape
+        close(got, exact, (64 if name == "long logits" else 8) * torch.finfo(got.dtype).eps * among)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_compiled(device: str, name: str, dtype: torch.dtype) -> None:
+    inputs, options = problem(name, dtype, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(partial(sdpa, **options), fullgraph=True, backend="aot_eager")
+    want, want_grads = compiled_or_eager(sdpa, inputs, options)
+    got, grads = compiled_or_eager(lambda *t, **_: compiled(*t), inputs, options)
+    for a, b in zip((got, *grads), (want, *want_grads), strict=True):
+        assert a.stride() == b.stride() and a.dtype == b.dtype
+        close(a, b, 4 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_graph(name: str, dtype: torch.dtype) -> None:
+    inputs, options = problem(name, dtype, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    given = leaves(*inputs)
+    grad = torch.ones_like(sdpa(*inputs, **options))
+    with torch.cuda.stream(stream):
+        run(sdpa, given, grad, **options)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, grads = run(sdpa, given, grad, **options)
+    graph.replay()
+    want, want_grads = run(sdpa, leaves(*inputs), grad, **options)
+    assert all(torch.equal(a, b) for a, b in zip((out, *grads), (want, *want_grads), strict=True))
+
+
+class Both(torch.nn.Module):
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return sdpa(q, k, v, is_causal=True), *sdpa_with_lse(q, k, v, mask)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="AOTInductor needs a C++ compiler")
+def test_aot_inductor(device: str, tmp_path: Path) -> None:
+    """Compiled ahead of time, with dynamic sizes, saved and loaded again."""
+
+    def inputs(B: int, L: int, S: int) -> tuple[Tensor, ...]:
+        mask = torch.rand(L, S) < 0.7
+        mask[0] = False
+        return (*qkv((B,), (2,), L=L, S=S, E=8, device=device), mask.to(device))
+
+    b, l, s = Dim("b", min=1, max=64), Dim("l", min=1, max=512), Dim("s", min=1, max=512)
+    dynamic = ({0: b, 2: l}, {0: b, 2: s}, {0: b, 2: s}, {0: l, 1: s})
+    program = export(Both(), inputs(3, 9, 7), dynamic_shapes=dynamic)
+    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "both.pt2"))
+    loaded = torch._inductor.aoti_load_package(path)
+    for sizes in ((3, 9, 7), (1, 1, 1), (5, 33, 64)):
+        given = inputs(*sizes)
+        for got, want in zip(loaded(*given), Both()(*given), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)

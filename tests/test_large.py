@@ -1,0 +1,201 @@
+"""Sizes at which 32-bit arithmetic ends: offsets past 2^31 elements, more than 65535 heads, more than 100,000 rows or keys.
+
+Where the whole result cannot be compared, the incoming gradient is zero but for a few rows on both sides of each boundary: all
+gradients are then exact functions of those rows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import reference
+import torch
+from helpers import check_lse, close, is_float, normal, sdpa_backward, sdpa_forward
+from torch import Tensor
+
+pytestmark = pytest.mark.gpu
+EPS = 2.0**-8  # bfloat16
+
+
+def free(gib: float) -> None:
+    """Skips where so much memory is not to be had."""
+    torch.cuda.empty_cache()
+    have = torch.cuda.mem_get_info()[0] / 2**30
+    if have < gib:
+        pytest.skip(f"needs {gib:.0f} GiB of free GPU memory, {have:.0f} are")
+
+
+@pytest.fixture(autouse=True)
+def give_back():
+    yield
+    torch.cuda.empty_cache()
+
+
+def gpu_normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def boundary_rows(n: int) -> list[int]:
+    """The first and last rows, and those around the offsets 2^30, 2^31 and 2^32 of an n x n matrix."""
+    edges = [bound // n for bound in (2**30, 2**31, 2**32)]
+    rows = {0, 1, n // 2, n - 1, *(e + d for e in edges for d in (-1, 0, 1, 2))}
+    return sorted(r for r in rows if r < n)
+
+
+def random_mask(n: int, kind: str) -> Tensor:
+    """(n, n), every element drawn for itself, a strip at a time."""
+    mask = torch.empty(n, n, device="cuda", dtype=torch.bool if kind == "bool" else torch.bfloat16)
+    for strip in mask.split(4096):
+        strip.random_(0, 2) if kind == "bool" else strip.normal_()
+    return mask
+
+
+def rows_only(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rows: list[int], grad: Tensor, dtype, device, **options):
+    """The rows alone: out, lse, and the gradients of the rows' queries, of k, v and of the rows of a float mask."""
+    given = [t.detach().to(device, dtype).requires_grad_() for t in (q[..., rows, :], k, v)]
+    part = None if mask is None else mask[rows].to(device)
+    if is_float(part):
+        part = part.to(dtype).requires_grad_()
+        given.append(part)
+    out, lse = reference.attention(*given[:3], part, dtype=dtype, device=device, **options)
+    return out.detach(), lse.detach(), torch.autograd.grad(out, given, grad[..., rows, :].to(device, dtype))
+
+
+@pytest.mark.parametrize(
+    ("n", "kind", "p"),
+    [(46400, "bool", 0.0), (46400, "float", 0.0), (65600, "bool", 0.0), (65600, "float", 0.0), (65600, "bool", 0.25)],
+)
+def test_offsets_of_the_mask(n: int, kind: str, p: float) -> None:
+    """n^2 elements pass 2^31 or 2^32; so do the scores that dropout counts. Forward, backward, and the mask's own gradient."""
+    bytes_of = n * n * (1 if kind == "bool" else 2 + 2 + 4)  # a float mask has a gradient, summed in float32
+    free(bytes_of / 2**30 + 4)
+    q, k, v = (gpu_normal(1, 1, n, 64) for _ in range(3))
+    mask, rows = random_mask(n, kind), boundary_rows(n)
+    grad = torch.zeros_like(q)
+    grad[..., rows, :] = gpu_normal(1, 1, len(rows), 64)
+    seed, options = None, {}
+    if p:
+        seed = torch.tensor([2**40 + 12345], device="cuda")
+        options = {"keep": reference.dropout_keep_mask(int(seed), p, 1, n, n, rows=rows), "dropout_p": p}
+    want, want_lse, want_grads = rows_only(q, k, v, mask, rows, grad, torch.float64, "cpu", **options)
+    base, _, base_grads = rows_only(q, k, v, mask, rows, grad, torch.bfloat16, "cuda", **options)
+    out, lse = sdpa_forward(q, k, v, mask, seed, p, False)
+    reference.check_error("out", out[..., rows, :], want, base)
+    check_lse(lse[..., rows], want_lse, torch.bfloat16)
+    grads = sdpa_backward(grad, None, q, k, v, mask, out, lse, seed, p, False, mask_grad=kind == "float")
+    others = torch.ones(n, dtype=torch.bool, device="cuda")
+    others[rows] = False
+    assert not grads[0][..., others, :].any()
+    picked = [grads[0][..., rows, :], grads[1], grads[2]]
+    if kind == "float":
+        for first in range(0, n, 4096):
+            assert not grads[3][first : first + 4096][others[first : first + 4096]].any()
+        picked.append(grads[3][rows])
+    among = reference.largest(*want_grads)
+    names = ("query", "key", "value", "mask")[: len(picked)]
+    for name, got, right, own in zip(names, picked, want_grads, base_grads, strict=True):
+        reference.check_error(f"gradient of {name}", got, right, own, among, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3], ids=["heads", "rows", "columns"])
+@pytest.mark.parametrize("operand", ["query", "key", "value", "attn_mask", "grad_out"])
+def test_offsets_of_an_operand(operand: str, dim: int) -> None:
+    """A view whose strides reach past 2^31 elements, in memory full of NaN, gives what a dense copy gives."""
+    shapes = {
+        "query": (1, 3, 9, 8),
+        "key": (1, 3, 10, 8),
+        "value": (1, 3, 10, 8),
+        "attn_mask": (1, 3, 9, 10),
+        "grad_out": (1, 3, 9, 8),
+    }
+    free(6)
+    memory = torch.full((2**31 + 2**28,), float("nan"), device="cuda", dtype=torch.bfloat16)
+    given = {name: gpu_normal(*shape) for name, shape in shapes.items()}
+    shape = shapes[operand]
+    strides = list(given[operand].stride())
+    strides[dim] = (2**31 + 2**20) // (shape[dim] - 1) | 1  # odd, so that rows are not aligned either
+    if dim == 1:
+        strides[dim] = 2**31 // 2 + 2**18  # a multiple of 16 bytes: the aligned way
+    given[operand] = memory.as_strided(shape, strides, 0).copy_(given[operand])
+    assert memory.numel() > sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) > 2**31
+    results = []
+    for t in (given, {name: t.contiguous() for name, t in given.items()}):
+        tensors = [t[name] for name in ("query", "key", "value", "attn_mask")]
+        out, lse = sdpa_forward(*tensors, None, 0.0, False)
+        results.append((out, lse, *sdpa_backward(t["grad_out"], None, *tensors, out, lse, None, 0.0, False, mask_grad=True)))
+    assert all(t.isfinite().all() for t in results[0])
+    for got, want in zip(*results, strict=True):
+        close(got, want, EPS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("batch", "heads"), [(70_000, (1,)), (300, (300,)), (1, (65_537,)), (20_000, (8, 2))], ids=str)
+def test_many_heads(batch: int, heads: tuple[int, ...], dtype: torch.dtype) -> None:
+    """batch * heads beyond 65535, the largest grid of a CUDA launch but for its first dim; all of it compared, dropout too."""
+    L, S, E, p, gqa = 3, 5, 8, 0.3, len(heads) > 1
+    q, k, v = (gpu_normal(batch, h, n, E, dtype=dtype) for h, n in ((heads[0], L), (heads[-1], S), (heads[-1], S)))
+    mask, grad = gpu_normal(batch, 1, 1, S, dtype=dtype), gpu_normal(batch, heads[0], L, E, dtype=dtype)
+    seed = torch.tensor([77], device="cuda")
+    keep = reference.dropout_keep_mask(77, p, batch * heads[0], L, S).view(batch, heads[0], L, S)
+    given = [t.cpu().double().requires_grad_() for t in (q, k, v, mask)]
+    want, want_lse = reference.attention(*given, gqa=gqa, keep=keep, dropout_p=p)
+    right = torch.autograd.grad(want, given, grad.cpu().double())
+    out, lse = sdpa_forward(q, k, v, mask, seed, p, False, enable_gqa=gqa)
+    grads = sdpa_backward(grad, None, q, k, v, mask, out, lse, seed, p, False, enable_gqa=gqa, mask_grad=True)
+    tolerance = 8 * torch.finfo(dtype).eps
+    for got, of in zip((out, *grads), (want, *right), strict=True):
+        close(got, of, tolerance)
+    check_lse(lse, want_lse.detach(), dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("L", "S"), [(3, 131_077), (5, 100_003), (131_077, 3), (100_003, 5), (262_147, 1)])
+def test_long(L: int, S: int, causal: bool, dtype: torch.dtype) -> None:
+    """More than 100,000 keys, or rows, forward and backward."""
+    q, k, v = (gpu_normal(1, 2, n, 16, dtype=dtype) for n in (L, S, S))
+    grad = gpu_normal(1, 2, L, 16, dtype=dtype)
+    results = []
+    for of, device in ((torch.float64, "cpu"), (dtype, "cuda")):
+        given = [t.to(device, of).requires_grad_() for t in (q, k, v)]
+        out, lse = reference.attention(*given, None, causal, dtype=of, device=device)
+        results.append((out.detach(), lse.detach(), *torch.autograd.grad(out, given, grad.to(device, of))))
+    (want, want_lse, *right), (base, _, *own) = results
+    out, lse = sdpa_forward(q, k, v, None, None, 0.0, causal)
+    grads = sdpa_backward(grad, None, q, k, v, None, out, lse, None, 0.0, causal)
+    check_lse(lse, want_lse, dtype)
+    among = reference.largest(*right)
+    for name, got, one, other in zip(("out", "query", "key", "value"), (out, *grads), (want, *right), (base, *own), strict=False):
+        error, bound = reference.errors(got, one)[0], reference.errors(other, one)[0]
+        size = among if reference.largest(one) < 1e-6 * among else 0.0
+        unit = reference.ulp(dtype, reference.largest(one)) + 64 * reference.ulp(torch.float32, size)
+        limit = 4 * bound + unit  # 4: each sums 100,000 terms in an order of its own
+        assert error <= limit, f"{name}: error {error:.3e}, the formula's {bound:.3e}, limit {limit:.3e}"
+
+
+@pytest.mark.parametrize("width", [5_000_011, 33])
+def test_workspace_stays_small_for_long_rows(width: int) -> None:
+    """One row over millions of keys, and millions of rows over a few keys, within the workspace's cap and the rows' own size."""
+    L, S = (2, width) if width > 1000 else (4_000_003, width)
+    q, k, v = (torch.ones(1, 1, n, 8, device="cuda", dtype=torch.float16) for n in (L, S, S))
+    v[..., 0, :] = 0.0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out, lse = sdpa_forward(q, k, v, None, None, 0.0, False)
+    extra = torch.cuda.max_memory_allocated() - before - out.nbytes - lse.nbytes
+    assert extra <= max(128 << 20, 2 * (S + 8) * 4 + 4096), f"{extra >> 20} MiB"
+    close(out, torch.full(out.shape, (S - 1) / S), 2.0**-10)
+    check_lse(lse, torch.full(lse.shape, 8**0.5 + torch.tensor(float(S)).log().item()), torch.float16)
+
+
+def test_dropout_rows_share_nothing_past_the_boundary() -> None:
+    """Rows 2^32 scores apart have random numbers of their own: q = 0 makes the output a plain mean of the kept values."""
+    n, p = 65_600, 0.5
+    q = torch.zeros(1, 1, n, 8, device="cuda", dtype=torch.float32)
+    v = normal(1, 1, n, 8, device="cuda")
+    out, _ = sdpa_forward(q, q, v, None, torch.tensor([5], device="cuda"), p, False)
+    rows = boundary_rows(n)
+    keep = reference.dropout_keep_mask(5, p, 1, n, n, rows=rows)[0]
+    want = keep.double() @ v[0, 0].cpu().double() / (n * (1 - p))
+    close(out[0, 0, rows], want, 1e-5)
+    assert len({tuple(row) for row in out[0, 0, rows].tolist()}) == len(rows)
