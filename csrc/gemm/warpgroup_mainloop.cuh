@@ -73,7 +73,6 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
     const auto first = work.fetch(place, row), second = work.fetch(place, row + 8);
     if (place.steps > 0) {
       int previous = 0;
-#pragma unroll 1
       for (int step = 0; step < place.steps; ++step) {
         mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
         const uint64_t a =

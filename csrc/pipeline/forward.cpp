@@ -24,6 +24,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
   QkScoresParams qk = {};
   qk.batch = params.batch;
   qk.slice = slice;
+  qk.L = params.L;
   qk.E = params.E;
   qk.scale = params.scale;
   qk.query = params.query;

@@ -125,7 +125,6 @@ class FusedConsumer {
     const int steps = (static_cast<int>(p_.E) + Tile::kStep - 1) / Tile::kStep;
     uint32_t s_query = shared_address(shared_.query[0]);
     int previous = 0;
-#pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       wait_full();
       wgmma_fence();
@@ -233,7 +232,6 @@ class FusedConsumer {
     const uint32_t s_weights = shared_address(shared_.weights[owner]);
     const int slots = work_.value_slots(block, Tile::kValueKeys);
     int previous = 0;
-#pragma unroll 1
     for (int slot = 0; slot < slots; ++slot) {
       wait_full();
       wgmma_fence();
