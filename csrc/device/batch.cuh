@@ -19,16 +19,23 @@ __device__ __forceinline__ void divide(int64_t n, int64_t size, int64_t& quotien
   }
 }
 
+// The same where everything is known to fit in 32 bits.
+__device__ __forceinline__ void divide(uint32_t n, int64_t size, uint32_t& quotient, uint32_t& remainder) {
+  const uint32_t size32 = static_cast<uint32_t>(size);
+  quotient = n / size32;
+  remainder = n % size32;
+}
+
 // Offset in elements of matrix n of a view. n counts (leading dims..., Hq) row-major over the whole problem and
 // slice_index from the beginning of the slice.
-__device__ __forceinline__ int64_t batch_offset(const BatchDims& batch, const MatrixView& view, int64_t n,
-                                                int64_t slice_index) {
+template <class Index>  // int64_t, or uint32_t where N is known to fit
+__device__ __forceinline__ int64_t batch_offset(const BatchDims& batch, const MatrixView& view, Index n, int64_t slice_index) {
   int64_t offset = slice_index * view.slice_stride;
   for (int dim = batch.count - 1; dim >= 0; --dim) {
-    int64_t index = n;
+    Index index = n;
     if (dim > 0) divide(n, batch.size[dim], n, index);
     if (dim == batch.count - 1 && view.group > 1) index /= view.group;
-    offset += index * view.batch_stride[dim];
+    offset += static_cast<int64_t>(index) * view.batch_stride[dim];
   }
   return offset;
 }

@@ -23,11 +23,11 @@ __device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map,
 }
 
 // Sets the batch coordinates of a map that sm90/tensor_map.h made of a view (batch dims..., rows, cols): matrix n.
-__device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& batch, const MatrixView& view, int64_t n) {
+__device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& batch, const MatrixView& view, uint32_t n) {
 #pragma unroll
   for (int dim = 2; dim < 5; ++dim) {
     const int batch_dim = batch.count + 1 - dim;  // the map's dims run from the innermost outwards
-    int64_t index = 0;
+    uint32_t index = 0;
     if (batch_dim >= 0) {
       index = n;
       if (batch_dim > 0) divide(n, batch.size[batch_dim], n, index);

@@ -17,6 +17,7 @@
 #include "../device/tma.cuh"
 #include "../device/warpgroup.cuh"
 #include "../device/wgmma.cuh"
+#include "strip.cuh"
 #include "warpgroup_tile.cuh"
 
 namespace attention_ext {
@@ -119,27 +120,6 @@ __device__ __forceinline__ void run_warpgroup_tiles(const Work& work, const Prod
     take_registers<Tile::kConsumerRegisters>();
     multiply_tiles<Tile>(work, shared, warpgroup);
   }
-}
-
-// A warp's 16 x 64 part of the result on its way to memory: as whole rows of 128 bytes, 16 bytes a lane. values[i]: this thread's
-// elements of the strip, as wgmma leaves them. visit(row, col, s_chunk) for every eight columns of the strip.
-template <class T, class Visit>
-__device__ __forceinline__ void for_each_chunk(const float (&values)[32], uint32_t s_strip, Visit visit) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int tile = 0; tile < 8; tile += 2) {
-    uint32_t m[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) m[i] = pack_pair<T>(values[tile * 4 + 2 * i], values[tile * 4 + 2 * i + 1]);
-    store_matrices(s_strip + swizzled(lane % 16, tile + lane / 16), m[0], m[1], m[2], m[3]);
-  }
-  __syncwarp();  // the strip is written
-#pragma unroll
-  for (int pass = 0; pass < 4; ++pass) {
-    const int row = pass * 4 + lane / 8;
-    visit(row, lane % 8 * 8, *static_cast<const uint4*>(shared_pointer(s_strip + swizzled(row, lane % 8))));
-  }
-  __syncwarp();  // the strip has been read
 }
 
 // One CTA for every SM, or fewer where there are fewer tiles.

@@ -9,6 +9,7 @@
 #include "../device/types.cuh"
 #include "../device/warpgroup.cuh"
 #include "../device/wgmma.cuh"
+#include "../gemm/strip.cuh"
 #include "../params.h"
 #include "fused_work.cuh"
 
@@ -18,6 +19,7 @@ namespace attention_ext {
 enum FusedBarrier {
   kBarrierConsumers = 1,  // both consumer warpgroups
   kBarrierMarked = 2,     // all warps: the visible blocks are marked
+  kBarrierOwn = 3,        // and 4: one consumer warpgroup
 };
 
 // One consumer warpgroup. kGeneral: there is a mask or dropout, or a scale that is not positive.
@@ -27,38 +29,40 @@ class FusedConsumer {
   using T = typename Tile::T;
 
   __device__ __forceinline__ FusedConsumer(const ForwardParams& p, typename Tile::Shared& shared, int consumer)
-      : p_(p), shared_(shared), work_(shared.work), consumer_(consumer) {
+      : p_(p), shared_(shared), work_(shared.work[consumer]), consumer_(consumer) {
     row_ = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
     col_ = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
-    sum_[0] = sum_[1] = 0.0f;
-    if constexpr (kGeneral) {  // the same numbers from every thread of a row, and from both warpgroups
-#pragma unroll
-      for (int half = 0; half < 2; ++half) shared.mask_row[row_ + 8 * half] = offset_of_row(p.mask, row_ + 8 * half);
-    }
   }
 
-  __device__ __forceinline__ void run() {
-    load_query();
+  __device__ __forceinline__ void run(uint32_t tiles) {
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
-    BlockWalk<Tile, kGeneral> walk(shared_, consumer_);
-    const int other = 1 - consumer_;
-    for (; !walk.done(); walk.advance()) {
-      multiply_query_key();
-      if (walk.ordinal() > 0) wait_weights(other, walk.ordinal() - 1);
-      softmax(walk.block(), walk.ordinal());
-      if (walk.ordinal() > 0) add_weighted_values(walk.previous(), other);
-      wait_weights(consumer_, walk.ordinal());
-      add_weighted_values(walk.block(), consumer_);
-    }
-    if (walk.other_has_last()) {
-      wait_weights(other, walk.ordinal() - 1);
+    uint32_t query_parity = 0;
+#pragma unroll 1
+    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      begin_tile(tile);
+      mbarrier_wait(shared_address(&shared_.query_full), query_parity);
+      query_parity ^= 1;
+      const int other = 1 - consumer_;
+      BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
+      if (walk.done()) release_query();
+#pragma unroll 1
+      for (; !walk.done(); walk.advance()) {
+        multiply_query_key();
+        if (walk.at_last()) release_query();
+        if (walk.ordinal() > 0) wait_weights(other);
+        softmax(walk.block(), walk.ordinal());
+        if (walk.ordinal() > 0) add_weighted_values(walk.previous(), other);
+        wait_weights(consumer_);
+        add_weighted_values(walk.block(), consumer_);
+      }
+      if (walk.other_has_last()) {
+        wait_weights(other);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) sum_[half] *= shared_.factor[other][row_ + 8 * half];
-      add_weighted_values(walk.previous(), other);
+        for (int half = 0; half < 2; ++half) sum_[half] *= shared_.factor[other][row_ + 8 * half];
+        add_weighted_values(walk.previous(), other);
+      }
+      store_out(walk.other_has_last() ? other : consumer_);
     }
-    store_out(walk.other_has_last() ? other : consumer_);
   }
 
  private:
@@ -74,9 +78,9 @@ class FusedConsumer {
       return exp2_approx(fmaf(x, unit, -subtract));
     }
   }
-  // Until the weights of the visible block number `ordinal`, which `owner` makes, are in shared memory.
-  __device__ __forceinline__ void wait_weights(int owner, int ordinal) const {
-    mbarrier_wait(shared_address(&shared_.weights_ready[owner]), (ordinal >> 1) & 1);
+  // Until the weights of `owner`'s next block that this warpgroup has not multiplied are in shared memory.
+  __device__ __forceinline__ void wait_weights(int owner) const {
+    mbarrier_wait(shared_address(&shared_.weights_ready[owner]), weights_parity_ >> owner & 1);
   }
   __device__ __forceinline__ uint32_t slot_address() const { return shared_address(shared_.ring[consumer_][place_.slot]); }
   __device__ __forceinline__ void wait_full() const {
@@ -86,38 +90,23 @@ class FusedConsumer {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[consumer_][slot]));
   }
 
-  // Offset of a row of the tile in a view (N, L, ..); of the last row for rows that do not exist.
-  __device__ __forceinline__ int64_t offset_of_row(const MatrixView& view, int row) const {
-    row = min(row, work_.rows - 1);
-    return batch_offset(p_.batch, view, work_.head_of(row), 0) + work_.query_of(row) * view.row_stride;
+  __device__ __forceinline__ void release_query() const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty));
   }
 
-  // All 256 consumer threads: the query tile, rows that do not exist and columns from E on as zeros.
-  __device__ __forceinline__ void load_query() const {
-    constexpr int kChunk = 16 / sizeof(T), kChunks = Tile::kStep / kChunk;
-    const int thread = consumer_ * 128 + threadIdx.x % 128;
-    const int steps = (static_cast<int>(p_.E) + Tile::kStep - 1) / Tile::kStep;
-    const T* g_query = static_cast<const T*>(p_.query.data);
-    // Eight threads share a row; threads keep their chunk column and take a row of each half of the tile. Finding a row's matrix takes
-    // divisions, so every lane finds one of the warp's eight rows.
-    const int lane = threadIdx.x % 32;
-    const int64_t found = offset_of_row(p_.query, thread / 32 * 4 + lane % 4 + lane / 4 % 2 * 32);
+  __device__ __forceinline__ void begin_tile(uint32_t tile) {
+    barrier_sync(kBarrierOwn + consumer_, 128);  // all of the warpgroup have left the tile before
+    if (threadIdx.x % 128 == 0) work_.init(p_, tile, Tile::kShareColumns);
+    barrier_sync(kBarrierOwn + consumer_, 128);  // the work is written
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = thread / kChunks + half * 32;
-      const T* g_row = g_query + __shfl_sync(0xffffffffu, found, lane / kChunks + half * 4);
-#pragma unroll 1
-      for (int step = 0; step < steps; ++step) {
-        const int col = step * Tile::kStep + thread % kChunks * kChunk;
-        const int valid = row < work_.rows ? max(0, min(static_cast<int>(p_.E) - col, kChunk)) : 0;
-        cp_async_16_zero_filled(shared_address(shared_.query[step]) + swizzled(row, thread % kChunks),
-                                valid > 0 ? g_row + col : g_query, valid * static_cast<int>(sizeof(T)));
+    for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
+    sum_[0] = sum_[1] = 0.0f;
+    if constexpr (kGeneral) {  // the same numbers from every thread of a row, and from both warpgroups
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        shared_.mask_row[row_ + 8 * half] = work_.offset_of_row(p_.batch, p_.mask, row_ + 8 * half);
       }
     }
-    cp_async_commit();
-    cp_async_wait<0>();
-    fence_async_proxy();
-    barrier_sync(kBarrierConsumers, 128 * Tile::kConsumers);
   }
 
   // scores_ = Q K^T of the next block in the ring.
@@ -196,7 +185,7 @@ class FusedConsumer {
     }
 
     // The other warpgroup has multiplied the weights before these; this one has too.
-    if (ordinal > 1) mbarrier_wait(shared_address(&shared_.weights_free[consumer_]), ((ordinal >> 1) - 1) & 1);
+    mbarrier_wait(shared_address(&shared_.weights_free[consumer_]), (weights_parity_ >> consumer_ & 1) ^ 1);
     const int lane = threadIdx.x % 32;
     const uint32_t s_weights = shared_address(shared_.weights[consumer_]);
     const uint32_t row = row_ - lane / 4 + lane % 16;  // matrices 0 and 2: the warp's first eight rows; 1 and 3: the others
@@ -252,6 +241,7 @@ class FusedConsumer {
     wgmma_wait<0>();
     pin_registers(out_);
     release(previous);
+    weights_parity_ ^= 1 << owner;
     if (owner != consumer_ && threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.weights_free[owner]));
   }
 
@@ -310,7 +300,7 @@ class FusedConsumer {
     return chunk / 8 * (Tile::kM * Tile::kStep * sizeof(T)) + swizzled(row, chunk % 8);
   }
 
-  // out_ / sum through this warpgroup's ring, which is drained, to memory; the log-sum-exp.
+  // out_ / sum to memory, through this warp's own rows of the weights, which are multiplied; the log-sum-exp.
   __device__ __forceinline__ void store_out(int last_owner) {
     float row_factor[2];
 #pragma unroll
@@ -321,53 +311,46 @@ class FusedConsumer {
     }
     barrier_sync(kBarrierConsumers, 128 * Tile::kConsumers);
 #pragma unroll
+    for (int half = 0; half < 2; ++half) sum_[half] = shared_.sum[0][row_ + 8 * half] + shared_.sum[1][row_ + 8 * half];
+    barrier_sync(kBarrierConsumers, 128 * Tile::kConsumers);  // the sums are read, the next tile may write
+#pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_ + 8 * half;
-      const float sum = shared_.sum[0][row] + shared_.sum[1][row];
       const float keep_scale = p_.dropout.seed != nullptr ? static_cast<float>(p_.dropout.keep_scale) : 1.0f;
-      row_factor[half] = sum == 0.0f ? 0.0f : keep_scale / sum;
-      if (consumer_ == 0 && threadIdx.x % 4 == 0 && row < work_.rows) {
-        static_cast<float*>(p_.lse.data)[offset_of_row(p_.lse, row)] =
-            sum == 0.0f ? negative_infinity(0.0f)
-                        : shared_.reference[last_owner][row] * (kGeneral ? 1.0f : 1.0f / kLog2E) + natural_log(sum);
+      row_factor[half] = sum_[half] == 0.0f ? 0.0f : keep_scale / sum_[half];
+      if (consumer_ == 0 && work_.first_column == 0 && threadIdx.x % 4 == 0 && row < work_.rows) {
+        static_cast<float*>(p_.lse.data)[work_.offset_of_row(p_.batch, p_.lse, row)] =
+            sum_[half] == 0.0f
+                ? negative_infinity(0.0f)
+                : shared_.reference[last_owner][row] * (kGeneral ? 1.0f : 1.0f / kLog2E) + natural_log(sum_[half]);
       }
     }
 
-    // A warp's 16 rows, padded by 16 bytes so that the eight rows of a store fall into distinct banks.
-    constexpr int kCols = Tile::kValueSteps * Tile::kStep, kPitch = kCols + 8;
-    static_assert(4 * 16 * kPitch <= Tile::kSlots * Tile::kN * Tile::kStep, "four warps' rows fit into a ring");
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    T* s_out = shared_.ring[consumer_][0] + warp * 16 * kPitch;
+    const int lane = threadIdx.x % 32, warp_row = row_ - lane / 4;
+    const int first_col = work_.first_column + consumer_ * Tile::kValueSteps * Tile::kStep;
+    const int64_t found = work_.offset_of_row(p_.batch, p_.out, warp_row + lane % 16);  // every lane finds a row's place
+    const uint32_t s_strip = shared_address(shared_.weights[consumer_]) + weights_offset(warp_row, 0);
 #pragma unroll
-    for (int i = 0; i < kOut; i += 2) {
-      const int half = i / 2 % 2;
-      *reinterpret_cast<uint32_t*>(s_out + (lane / 4 + 8 * half) * kPitch + i / 4 * 8 + col_) =
-          pack_pair<T>(scaled(out_[i], row_factor[half]), scaled(out_[i + 1], row_factor[half]));
-    }
-    __syncwarp();
-    const int first_col = consumer_ * kCols, cols = min(static_cast<int>(p_.Ev) - first_col, kCols);
-    const int64_t found = offset_of_row(p_.out, warp * 16 + lane % 16);  // every lane finds a row's place
-#pragma unroll 4
-    for (int i = 0; i < 16; ++i) {
-      if (warp * 16 + i >= work_.rows) break;
-      T* g_row = static_cast<T*>(p_.out.data) + __shfl_sync(0xffffffffu, found, i) + first_col * p_.out.col_stride;
-      for (int col = lane * 8; col < cols; col += 256) {
-        if (p_.out.vector && col + 8 <= cols) {
-          *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(s_out + i * kPitch + col);
-        } else {
-          for (int e = col; e < min(col + 8, cols); ++e) g_row[e * p_.out.col_stride] = s_out[i * kPitch + e];
-        }
-      }
+    for (int strip = 0; strip < Tile::kValueSteps; ++strip) {
+      float values[Tile::kStep / 2];
+#pragma unroll
+      for (int i = 0; i < Tile::kStep / 2; ++i) values[i] = scaled(out_[strip * (Tile::kStep / 2) + i], row_factor[i / 2 % 2]);
+      for_each_chunk<T>(values, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
+        T* g_row = static_cast<T*>(p_.out.data) + __shfl_sync(0xffffffffu, found, chunk_row);
+        const int col = first_col + strip * Tile::kStep + chunk_col, cols = static_cast<int>(p_.Ev);
+        if (warp_row + chunk_row < work_.rows && col < cols) store_chunk(g_row, col, cols, p_.out, chunk);
+      });
     }
   }
   static __device__ __forceinline__ float scaled(float x, float factor) { return factor == 0.0f ? 0.0f : x * factor; }
 
   const ForwardParams& p_;
   typename Tile::Shared& shared_;
-  const FusedWork& work_;
+  FusedWork& work_;  // this warpgroup's copy
   const int consumer_;
   RingPlace<Tile::kSlots> place_;
-  int row_, col_;  // of this thread's first element in a 64 x n product; the other row is 8 below
+  uint32_t weights_parity_ = 0;  // bit w: of warpgroup w's next block that this one has not multiplied
+  int row_, col_;                // of this thread's first element in a 64 x n product; the other row is 8 below
   float out_[kOut], scores_[kScores];
   float sum_[2];  // of this thread's own weights, relative to the reference
 };

@@ -18,10 +18,10 @@
 
 namespace attention_ext {
 
+// With a mask a CTA takes one tile (gridDim.x is `tiles`), since the blocks that it marks as visible are those of one.
 template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps, int m_tiles,
-                         int64_t first_tile) {
+    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps, uint32_t tiles) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -30,15 +30,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     tma_prefetch_map(&maps.key);
     tma_prefetch_map(&maps.value);
   }
-  if (threadIdx.x == 0) {
-    shared.work.init(p, m_tiles, first_tile + blockIdx.x);
-    for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) {
-      for (int slot = 0; slot < Tile::kSlots; ++slot) {
-        mbarrier_init(shared_address(&shared.full[consumer][slot]), 1);
-        mbarrier_init(shared_address(&shared.empty[consumer][slot]), 4);
-      }
+  if (threadIdx.x < Tile::kConsumers * Tile::kSlots) {
+    const int consumer = threadIdx.x / Tile::kSlots, slot = threadIdx.x % Tile::kSlots;
+    mbarrier_init(shared_address(&shared.full[consumer][slot]), 1);
+    mbarrier_init(shared_address(&shared.empty[consumer][slot]), 4);
+    if (slot == 0) {
       mbarrier_init(shared_address(&shared.weights_ready[consumer]), 4);
       mbarrier_init(shared_address(&shared.weights_free[consumer]), 4);
+    }
+    if (threadIdx.x == 0) {
+      mbarrier_init(shared_address(&shared.query_full), 64);
+      mbarrier_init(shared_address(&shared.query_empty), 4 * Tile::kConsumers);
     }
     mbarrier_fence_init();
   }
@@ -49,16 +51,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
-    if constexpr (kGeneral) mark_visible_blocks<Tile>(p, shared.work, shared.visible);
+    if constexpr (kGeneral) {
+      FusedWork work;
+      work.init(p, blockIdx.x, Tile::kShareColumns);
+      mark_visible_blocks<Tile>(p, work, shared.visible);
+    }
     give_registers<Tile::kProducerRegisters>();
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
-    const int consumer = threadIdx.x / 32 % 4;
-    if (consumer < Tile::kConsumers && threadIdx.x % 32 == 0) {
-      FusedProducer<Tile, kGeneral>(p, maps, shared, consumer).run();
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp >= Tile::kConsumers) {
+      load_queries<Tile>(p, shared, tiles);
+    } else if (threadIdx.x % 32 == 0) {
+      FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(tiles);
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();
-    FusedConsumer<Tile, kGeneral>(p, shared, warpgroup).run();
+    FusedConsumer<Tile, kGeneral>(p, shared, warpgroup).run(tiles);
   }
 #endif
 }

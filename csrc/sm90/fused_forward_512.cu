@@ -7,9 +7,16 @@ namespace {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+int64_t fused_tiles(const ForwardParams& params, int64_t share_columns) {
+  return params.N / params.key.group * ceil_div(params.L * params.key.group, kFusedRows) * ceil_div(params.Ev, share_columns);
+}
+
+// CTAs that stay and take tile after tile overlap the end of one with the loads of the next; where tiles are long and differ, in causal
+// attention, one CTA a tile spreads them better.
+constexpr int64_t kShortKeys = 1024;
+
 template <class Tile, bool kGeneral>
 cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
   FusedMaps maps;
   cudaError_t status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
   if (status != cudaSuccess) return status;
@@ -19,16 +26,17 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
-  const int64_t m_tiles = ceil_div(params.L * params.key.group, Tile::kM);
-  const int64_t tiles = params.N / params.key.group * m_tiles;
-  for (int64_t first = 0; first < tiles; first += kMaxBlocks) {
-    const int64_t count = tiles - first < kMaxBlocks ? tiles - first : kMaxBlocks;
-    kernel<<<static_cast<unsigned>(count), Tile::kThreads, kSharedBytes, stream>>>(params, maps, static_cast<int>(m_tiles),
-                                                                                   first);
-    status = cudaGetLastError();
+  const int64_t tiles = fused_tiles(params, Tile::kShareColumns);
+  int64_t ctas = tiles;
+  if (!kGeneral && (!params.causal || params.S <= kShortKeys)) {
+    int device = 0, processors = 0;
+    status = cudaGetDevice(&device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
     if (status != cudaSuccess) return status;
+    ctas = tiles < processors ? tiles : processors;
   }
-  return cudaSuccess;
+  kernel<<<static_cast<unsigned>(ctas), Tile::kThreads, kSharedBytes, stream>>>(params, maps, static_cast<uint32_t>(tiles));
+  return cudaGetLastError();
 }
 
 template <class T, int kClass>
@@ -55,6 +63,7 @@ bool fused_forward_512_takes(const ForwardParams& params) {
   const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
   return half_type && not_empty && params.E <= 512 && params.Ev <= 512 && params.query.vector &&
          params.key.group == params.value.group && params.L * params.key.group < (int64_t{1} << 31) - 1024 &&
+         params.N < int64_t{1} << 31 && fused_tiles(params, 128) < int64_t{1} << 31 &&
          tensor_map_takes(params.batch, params.key, params.S) && tensor_map_takes(params.batch, params.value, params.S);
 }
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "../device/batch.cuh"
+#include "../device/tma.cuh"
 #include "../params.h"
 
 namespace attention_ext {
@@ -18,33 +19,40 @@ struct FusedTileShape {
 // Shared memory: query 8 KB a step, weights 2 x 16 KB, rings 2 x 16 KB a slot, within 227 KB. Registers: 32 accumulators a value
 // step and 64 scores a thread of 232; five value steps would leave nothing to compute with.
 constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
-  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5}   // 208 KB; a sixth slot would be 240
-         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5}   // 224 KB
-         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4}   // 208 KB; a fifth slot would be 240
-                                 : FusedTileShape{8, 4, 4};  // 224 KB
+  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5}    // 208 KB; a sixth slot would be 240
+         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5}    // 224 KB
+         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4}    // 208 KB; a fifth slot would be 240
+         : head_dim_class <= 512 ? FusedTileShape{8, 4, 4}    // 224 KB
+                                 : FusedTileShape{16, 4, 2};  // 224 KB; two CTAs share the columns of values
 }
 
 constexpr int kFusedRows = 64;   // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
 constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read a third more of shared memory
 
 // Blocks of keys whose visibility under a mask a CTA looks up in advance; blocks behind are taken for visible.
-constexpr int kTrackedBlocks = 4096;
+constexpr int kTrackedBlocks = 2048;
 
-// Which rows and keys a CTA works on. It stays in shared memory, as registers are scarce.
+// One tile of work. It stays in shared memory, as registers are scarce.
 struct FusedWork {
-  int64_t n_group;  // number of the group; its first query head is flat batch index n_group * group
-  int group;        // G: query heads per key head
-  int first_row;    // in the group's L * G rows
-  int rows;         // that exist from there on
-  int keys;         // that any row sees
-  int open_keys;    // that every row sees
+  uint32_t n_group;  // number of the group; its first query head is flat batch index n_group * group
+  int group;         // G: query heads per key head
+  int first_row;     // in the group's L * G rows
+  int rows;          // that exist from there on
+  int keys;          // that any row sees
+  int open_keys;     // that every row sees
+  int first_column;  // of values and of the output
 
-  __device__ __forceinline__ void init(const ForwardParams& p, int m_tiles, int64_t flat_tile) {
-    int64_t tile;
-    divide(flat_tile, m_tiles, n_group, tile);
+  // Tiles of a group are adjacent (they share keys and values in L2), causal: longest first; of one tile of rows the shares of columns.
+  __device__ __forceinline__ void init(const ForwardParams& p, uint32_t flat_tile, int share_columns) {
+    const int shares = (static_cast<int>(p.Ev) + share_columns - 1) / share_columns;
     group = p.key.group;
+    const int m_tiles = (static_cast<int>(p.L) * group + kFusedRows - 1) / kFusedRows;
+    first_column = flat_tile % shares * share_columns;
+    flat_tile /= shares;
+    n_group = flat_tile / m_tiles;
+    int tile = flat_tile % m_tiles;
     if (p.causal) tile = m_tiles - 1 - tile;
-    first_row = static_cast<int>(tile) * kFusedRows;
+    first_row = tile * kFusedRows;
     rows = min(static_cast<int>(p.L) * group - first_row, kFusedRows);
     keys = open_keys = static_cast<int>(p.S);
     if (p.causal) {
@@ -53,8 +61,13 @@ struct FusedWork {
     }
   }
   __device__ __forceinline__ int query_of(int row) const { return (first_row + row) / group; }
-  __device__ __forceinline__ int64_t head_of(int row) const { return n_group * group + (first_row + row) % group; }
+  __device__ __forceinline__ uint32_t head_of(int row) const { return n_group * group + (first_row + row) % group; }
   __device__ __forceinline__ int blocks() const { return (keys + kFusedKeys - 1) / kFusedKeys; }
+  // Offset of a row of the tile in a view (N, L, ..); of the last row for rows that do not exist.
+  __device__ __forceinline__ int64_t offset_of_row(const BatchDims& batch, const MatrixView& view, int row) const {
+    row = min(row, rows - 1);
+    return batch_offset(batch, view, head_of(row), 0) + query_of(row) * view.row_stride;
+  }
   // Slots of values that a block fills, each of slot_keys.
   __device__ __forceinline__ int value_slots(int block, int slot_keys) const {
     return (min(keys - block * kFusedKeys, kFusedKeys) + slot_keys - 1) / slot_keys;
@@ -73,7 +86,8 @@ struct FusedTile {
   static constexpr int kQuerySteps = kShape.query_steps;
   static constexpr int kValueSteps = kShape.value_steps;
   static constexpr int kSlots = kShape.slots;
-  static constexpr int kConsumers = 2;  // warpgroups that multiply; one more loads
+  static constexpr int kShareColumns = 2 * kValueSteps * kStep;  // of values that one CTA takes
+  static constexpr int kConsumers = 2;                           // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(128 * (kConsumers * kConsumerRegisters + kProducerRegisters) <= 65536, "an SM has 65,536 registers");
@@ -83,12 +97,15 @@ struct FusedTile {
     alignas(1024) T query[kQuerySteps][kM * kStep];
     alignas(1024) T weights[kConsumers][kN / kStep][kM * kStep];
     alignas(1024) T ring[kConsumers][kSlots][kN * kStep];
-    FusedWork work;
-    float reference[kConsumers][kM];  // that a block's weights are relative to
-    float factor[kConsumers][kM];     // from the reference before to this one
+    FusedWork work[2 * kConsumers + 2];  // of each consumer, of each ring's producer, of each warp that loads queries
+    TensorPosition key[kConsumers], value[kConsumers];  // of each ring's next boxes
+    float reference[kConsumers][kM];                    // that a block's weights are relative to
+    float factor[kConsumers][kM];                       // from the reference before to this one
     float sum[kConsumers][kM];
     int64_t mask_row[kM];                   // offset of the mask's row, where there is a mask
     uint32_t visible[kTrackedBlocks / 32];  // a bit per block of keys, where there is a mask
+    uint64_t query_full;                    // the 64 threads that load it arrive; the consumers wait
+    uint64_t query_empty;                   // the consumers' 8 warps arrive; the threads that load it wait
     uint64_t full[kConsumers][kSlots];      // a ring's slot: the copy engine arrives with its bytes; its warpgroup waits
     uint64_t empty[kConsumers][kSlots];     // the warpgroup's 4 warps arrive; the ring's producer waits
     uint64_t weights_ready[kConsumers];     // 4 warps of the warpgroup that made them arrive; both warpgroups wait

@@ -22,8 +22,7 @@ __device__ __forceinline__ void mark_visible_blocks_of(const ForwardParams& p, c
     bool visible = false;
 #pragma unroll 1
     for (int row = 0; row < rows && !visible; ++row) {
-      const Stored* g_row =
-          g_mask + batch_offset(p.batch, p.mask, work.head_of(row), 0) + work.query_of(row) * p.mask.row_stride;
+      const Stored* g_row = g_mask + work.offset_of_row(p.batch, p.mask, row);
       bool any = false;
 #pragma unroll
       for (int i = 0; i < Tile::kN / 32; ++i) {
@@ -53,19 +52,21 @@ __device__ __forceinline__ void mark_visible_blocks(const ForwardParams& p, cons
 }
 
 // Walks over the blocks of keys that a consumer owns: every other one of those that are visible.
-template <class Tile, bool kGeneral>
+template <bool kGeneral>
 class BlockWalk {
  public:
-  __device__ __forceinline__ BlockWalk(const typename Tile::Shared& shared, int consumer)
-      : shared_(shared), ordinal_(consumer) {
+  __device__ __forceinline__ BlockWalk(const FusedWork& work, const uint32_t* s_visible, int consumer)
+      : work_(work), s_visible_(s_visible), ordinal_(consumer) {
     block_ = visible_from(0);
-    previous_ = shared.work.blocks();
+    previous_ = work.blocks();
     if (consumer == 1) {
       previous_ = block_;
       block_ = visible_from(block_ + 1);
     }
   }
-  __device__ __forceinline__ bool done() const { return block_ >= shared_.work.blocks(); }
+  __device__ __forceinline__ bool done() const { return block_ >= work_.blocks(); }
+  // Whether the owned block is the last one.
+  __device__ __forceinline__ bool at_last() const { return visible_from(visible_from(block_ + 1) + 1) >= work_.blocks(); }
   __device__ __forceinline__ void advance() {
     previous_ = visible_from(block_ + 1);
     block_ = visible_from(previous_ + 1);
@@ -75,14 +76,14 @@ class BlockWalk {
   __device__ __forceinline__ int previous() const { return previous_; }  // the visible one before it, the other consumer's
   __device__ __forceinline__ int ordinal() const { return ordinal_; }    // of the owned block among the visible ones
   // When done: whether the last visible block is the other consumer's, namely previous(), number ordinal() - 1.
-  __device__ __forceinline__ bool other_has_last() const { return previous_ < shared_.work.blocks(); }
+  __device__ __forceinline__ bool other_has_last() const { return previous_ < work_.blocks(); }
 
  private:
   __device__ __forceinline__ int visible_from(int from) const {
-    const int blocks = shared_.work.blocks();
+    const int blocks = work_.blocks();
     if constexpr (kGeneral) {
       while (from < min(blocks, kTrackedBlocks)) {
-        const uint32_t bits = shared_.visible[from / 32] >> from % 32;
+        const uint32_t bits = s_visible_[from / 32] >> from % 32;
         if (bits != 0) return min(from + __ffs(bits) - 1, blocks);
         from = (from / 32 + 1) * 32;
       }
@@ -90,7 +91,8 @@ class BlockWalk {
     return min(from, blocks);
   }
 
-  const typename Tile::Shared& shared_;
+  const FusedWork& work_;
+  const uint32_t* s_visible_;
   int ordinal_, block_, previous_;
 };
 

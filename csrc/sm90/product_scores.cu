@@ -36,8 +36,8 @@ struct ProductScoresWork {
     at.a.at[0] = at.b.at[0] = 0;
     at.a.at[1] = at.row;
     at.b.at[1] = at.col;
-    set_batch(at.a, p.batch, p.query, at.n);
-    set_batch(at.b, p.batch, p.key, at.n);
+    set_batch(at.a, p.batch, p.query, static_cast<uint32_t>(at.n));
+    set_batch(at.b, p.batch, p.key, static_cast<uint32_t>(at.n));
     return at;
   }
   __device__ __forceinline__ Nothing fetch(const Place&, int) const { return {}; }
@@ -149,7 +149,7 @@ cudaError_t launch_typed(const QkScoresParams& params, int64_t keys, cudaStream_
 bool product_pipeline_takes(const ForwardParams& params) {
   const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
   const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
-  return half_type && not_empty && tensor_map_takes(params.batch, params.query, params.L) &&
+  return half_type && not_empty && params.N < int64_t{1} << 31 && tensor_map_takes(params.batch, params.query, params.L) &&
          tensor_map_takes(params.batch, params.key, params.S) && tensor_map_takes(params.batch, params.value, params.S);
 }
 

@@ -44,7 +44,7 @@ struct ProductValuesWork {
     at.a = {{0, at.row, static_cast<int>(at.slice_index), 0, 0}};
     at.b.at[0] = at.col;
     at.b.at[1] = 0;
-    set_batch(at.b, p.batch, p.values, at.n);
+    set_batch(at.b, p.batch, p.values, static_cast<uint32_t>(at.n));
     return at;
   }
 
@@ -75,16 +75,7 @@ struct ProductValuesWork {
       for_each_chunk<T>(x, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
         const int col = first_col + chunk_col;
         if (warp_row + chunk_row >= at.rows || col >= at.cols) return;
-        T* g_chunk = g_out + chunk_row * p.out.row_stride + col * p.out.col_stride;
-        if (p.out.vector && col + 8 <= at.cols) {
-          *reinterpret_cast<uint4*>(g_chunk) = chunk;
-        } else {
-          const T* elements = reinterpret_cast<const T*>(&chunk);
-#pragma unroll
-          for (int e = 0; e < 8; ++e) {
-            if (col + e < at.cols) g_chunk[e * p.out.col_stride] = elements[e];
-          }
-        }
+        store_chunk(g_out + chunk_row * p.out.row_stride, col, at.cols, p.out, chunk);
       });
     }
   }
