@@ -276,11 +276,13 @@ cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream);
 cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
                            cudaStream_t stream);
 
-// Fused forward for Hopper (sm90/), E and Ev up to 512, no workspace. `takes` says whether it can run a problem on such a card: half
-// types, no empty dim, operands that the copy engine takes, key and value with the same heads.
+// Forward for Hopper (sm90/). `takes` says whether one can run a problem on such a card: half types, no empty dim, operands that the
+// copy engine takes. Fused, no workspace: E and Ev up to 512; E up to 1024. The pipeline with warpgroup_products: any.
 bool fused_forward_512_takes(const ForwardParams& params);
-bool product_pipeline_takes(const ForwardParams& params);  // the same question for the pipeline with warpgroup_products
+bool fused_forward_1024_takes(const ForwardParams& params);
+bool product_pipeline_takes(const ForwardParams& params);
 cudaError_t fused_forward_512(const ForwardParams& params, cudaStream_t stream);
+cudaError_t fused_forward_1024(const ForwardParams& params, cudaStream_t stream);
 
 // Host drivers: slices so that the workspace stays under the cap. The workspace functions return the bytes the driver
 // will use under a cap: no more than the cap, except where a single row (forward) or 8 keys (backward) need more.

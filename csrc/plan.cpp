@@ -12,8 +12,10 @@ struct Row {
   Kernel kernel;
   const char* name;
 };
-constexpr Row kKernels[] = {
-    {Kernel::kPipeline, "pipeline"}, {Kernel::kSm90_512, "sm90_512"}, {Kernel::kSm90Pipeline, "sm90_pipeline"}};
+constexpr Row kKernels[] = {{Kernel::kPipeline, "pipeline"},
+                            {Kernel::kSm90_512, "sm90_512"},
+                            {Kernel::kSm90_1024, "sm90_1024"},
+                            {Kernel::kSm90Pipeline, "sm90_pipeline"}};
 
 constexpr bool kHasHopperKernels = ATTENTION_EXT_HAS_SM90A;  // setup.py: TORCH_CUDA_ARCH_LIST names 9.0a
 

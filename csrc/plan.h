@@ -9,7 +9,7 @@
 
 namespace attention_ext {
 
-enum class Kernel { kPipeline, kSm90_512, kSm90Pipeline };
+enum class Kernel { kPipeline, kSm90_512, kSm90_1024, kSm90Pipeline };
 
 enum class MaskKind { kNone, kBool, kFloat };
 

@@ -74,6 +74,7 @@ KERNELS = (
     Kernel("reference", "cpu", "reference"),
     Kernel("pipeline", "cuda", "pipeline"),
     Kernel("sm90_512", "cuda", "pipeline", HALVES, (90,), (1, 512), aligned=True, value_heads=False, rank=5, empty=False),
+    Kernel("sm90_1024", "cuda", "pipeline", HALVES, (90,), (1, 1024), aligned=True, value_heads=False, rank=5, empty=False),
     Kernel("sm90_pipeline", "cuda", "pipeline", HALVES, (90,), (1, 1 << 30), aligned=True, rank=5, empty=False),
 )
 

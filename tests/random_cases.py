@@ -16,6 +16,9 @@ from torch import Tensor
 
 NEG_INF, NAN = float("-inf"), float("nan")
 EDGES = (15, 16, 17, 31, 32, 33, 47, 63, 64, 65, 95, 127, 128, 129)
+BLOCK_EDGES = (127, 128, 129, 192, 255, 256, 257, 384, 385, 511, 512, 513)  # about blocks of 128 keys
+BANDS = ((1, 64), (65, 256), (257, 512), (513, 1100))  # of head dims
+LARGEST = 1 << 20  # elements of one operand with such head dims
 GUARD = 64  # elements of NaN before the first element of an input, a multiple of every alignment; as many and more behind the last
 
 
@@ -93,26 +96,54 @@ def _head_dim(rng: random.Random) -> int:
 
 
 def _head_dims(rng: random.Random, kernel: Kernel | None, dtype: str) -> tuple[int, int]:
+    """E and Ev. kernel: takes them; of the bands of sizes within its own each is as likely, the last one twice."""
     E = _head_dim(rng)
     Ev = E if rng.random() < 0.5 else _head_dim(rng)
     if kernel is None or kernel.takes_everything:
         return E, Ev
     multiple = 16 // getattr(torch, dtype).itemsize if kernel.aligned else 1
-    low, high = kernel.head_dims
+    bands = [(max(low, kernel.head_dims[0]), min(high, kernel.head_dims[1])) for low, high in BANDS]
+    bands = [(low, high) for low, high in bands if -(-low // multiple) <= high // multiple]
+    low, high = rng.choice([*bands, bands[-1]])
     wide = rng.randint(-(-low // multiple), high // multiple) * multiple
-    other = min(-(-Ev // multiple) * multiple, wide)
-    return (wide, other) if rng.random() < 0.5 else (other, wide) if rng.random() < 0.5 else (wide, wide)
+    other = min(max(1, -(-Ev // multiple)) * multiple, wide)
+    return (wide, other) if rng.random() < 0.3 else (other, wide) if rng.random() < 0.4 else (wide, wide)
 
 
-def _layout(rng: random.Random, shape: tuple[int, ...], aligned: bool = False, zeros: bool = True) -> Layout:
+def _block_lengths(rng: random.Random) -> tuple[int, int]:
+    """L and S of several blocks of keys, often with few queries."""
+    kind = rng.random()
+    S = max(1, _length(rng)) if kind < 0.15 else rng.choice(BLOCK_EDGES) if kind < 0.5 else rng.randint(129, 700)
+    kind = rng.random()
+    L = rng.randint(1, 20) if kind < 0.5 else rng.choice((*EDGES, *BLOCK_EDGES)) if kind < 0.75 else rng.randint(21, 300)
+    return L, S
+
+
+def _aligned_layout(rng: random.Random, shape: tuple[int, ...], multiple: int) -> Layout:
+    """Columns adjacent, every row at a multiple of so many elements."""
+    rank, kind = len(shape), rng.random()
+    order, steps, pads, zero = list(range(rank)), [1] * rank, [0] * rank, [False] * rank
+    if kind > 0.4 and rank > 2:
+        order[-3], order[-2] = order[-2], order[-3]
+    if kind > 0.7:
+        order[:-1] = rng.sample(order[:-1], rank - 1)
+        for d in range(rank):
+            if rng.random() < 0.4:
+                pads[d] = multiple * rng.choice((1, 2, 3, 8))
+            if d < rank - 1 and rng.random() < 0.1:
+                steps[d] = rng.choice((2, 3))
+            if d < rank - 2 and rng.random() < 0.1:
+                zero[d] = True
+    offset = multiple * rng.choice((0, 0, 1, 3)) if kind > 0.4 else 0
+    return Layout(tuple(order), tuple(steps), tuple(pads), tuple(zero), offset)
+
+
+def _layout(rng: random.Random, shape: tuple[int, ...]) -> Layout:
     rank, kind = len(shape), rng.random()
     order, ones, none = list(range(rank)), (1,) * rank, (0,) * rank
     never = (False,) * rank
-    if kind < 0.35 or aligned:
-        pads, offset = none, 0
-        if aligned and kind > 0.5 and rank > 2:
-            order[-3], order[-2] = order[-2], order[-3]
-        return Layout(tuple(order), ones, pads, never, offset)
+    if kind < 0.35:
+        return Layout(tuple(order), ones, none, never, 0)
     if kind < 0.55 and rank > 2:
         order[-3], order[-2] = order[-2], order[-3]
         return Layout(tuple(order), ones, none, never, rng.choice((0, 0, 8)))
@@ -124,26 +155,32 @@ def _layout(rng: random.Random, shape: tuple[int, ...], aligned: bool = False, z
     for d in range(rank):
         if rng.random() < 0.3:
             pads[d] = rng.choice((1, 3, 8, 16))
-        if zeros and rng.random() < 0.08:
+        if rng.random() < 0.08:
             zero[d] = True
     return Layout(tuple(order), tuple(steps), tuple(pads), tuple(zero), rng.choice((0, 0, 1, 2, 3, 4, 7, 8)))
 
 
-def _shapes(rng: random.Random, kernel: Kernel | None, dtype: str) -> tuple[list[tuple[int, ...]], bool]:
-    """Shapes of query, key and value, and whether heads are grouped. Leading dims broadcast where no kernel is forced."""
-    (E, Ev), L = _head_dims(rng, kernel, dtype), _length(rng)
+def _shapes(rng: random.Random, forced: bool, aim: Kernel | None, dtype: str) -> tuple[list[tuple[int, ...]], bool]:
+    """Shapes of query, key and value, and whether heads are grouped. Leading dims broadcast where no kernel is forced.
+
+    aim: a kernel that takes few problems; sizes are such that it mostly takes this one, and has several blocks of keys.
+    """
+    (E, Ev), L = _head_dims(rng, aim, dtype), _length(rng)
     S = L if rng.random() < 0.25 else _length(rng)
+    if aim is not None:
+        L, S = _block_lengths(rng)
     rank = rng.choice((4, 4, 4, 3, 5, 2))
-    batch = tuple(0 if rng.random() < 0.01 else rng.randint(1, 3) for _ in range(rank - 3))
-    gqa = rank > 2 and rng.random() < 0.3
-    heads = [(rng.randint(1, 4),)] * 3 if rank > 2 else [()] * 3
+    batch = tuple(0 if rng.random() < 0.01 else rng.randint(1, 3 if aim is None else 2) for _ in range(rank - 3))
+    gqa = rank > 2 and rng.random() < (0.3 if aim is None else 0.45)
+    heads = [(rng.randint(1, 4 if aim is None else 2),)] * 3 if rank > 2 else [()] * 3
     if gqa:
         hq = rng.choice((1, 2, 4, 6, 8, 12))
         divisors = [n for n in range(1, hq + 1) if hq % n == 0]
         hk = rng.choice(divisors)
-        heads = [(hq,), (hk,), (hk if rng.random() < 0.7 else rng.choice(divisors),)]
+        same = 0.7 if aim is None or aim.value_heads else 0.95
+        heads = [(hq,), (hk,), (hk if rng.random() < same else rng.choice(divisors),)]
     leads = [(*batch, *h) for h in heads]
-    if kernel is None and rng.random() < 0.15:
+    if not forced and rng.random() < 0.15:
         end = len(batch) if gqa else len(leads[0])
         for i in range(3):
             leads[i] = (*(1 if rng.random() < 0.3 else n for n in leads[i][:end]), *leads[i][end:])
@@ -152,9 +189,12 @@ def _shapes(rng: random.Random, kernel: Kernel | None, dtype: str) -> tuple[list
     count = max(1, math.prod(torch.broadcast_shapes(*(lead[: -1 if gqa else None] for lead in leads)))) * (
         heads[0][0] if gqa else 1
     )
-    most = 1 << (25 if rng.random() < 0.02 else 23)
-    while count * L * S * max(E, Ev, 1) > most:
+    most, width = 1 << (25 if rng.random() < 0.02 else 23 if aim is None else 24), max(E, Ev, 1)
+    while count * L * S * width > most:
         L, S = (L // 2, S) if L >= S else (L, S // 2)
+    if aim is not None:
+        L = min(L, max(1, LARGEST // (width * max(1, math.prod(leads[0])))))
+        S = min(S, max(1, LARGEST // (width * max(1, *(math.prod(lead) for lead in leads[1:])))))
     return [(*leads[0], L, E), (*leads[1], S, E), (*leads[2], S, Ev)], gqa
 
 
@@ -167,9 +207,16 @@ def draw_case(rng: random.Random, forced: Sequence[Kernel] = ()) -> Case:
     if kernel is not None:
         allowed = {str(d).removeprefix("torch.") for d in kernel.dtypes}
         op, dtype = kernel.name, dtype if dtype in allowed else rng.choice(sorted(allowed))
-    shapes, gqa = _shapes(rng, kernel, dtype)
-    aligned = kernel is not None and kernel.aligned
-    layouts = [_layout(rng, shape, aligned) for shape in shapes]
+    narrow = [k for k in forced if not k.takes_everything and getattr(torch, dtype) in k.dtypes]
+    aim = kernel if kernel in narrow else rng.choice(narrow) if narrow and kernel is None and rng.random() < 0.6 else None
+    shapes, gqa = _shapes(rng, kernel is not None, aim, dtype)
+    multiple = 16 // getattr(torch, dtype).itemsize
+    layouts = [
+        _aligned_layout(rng, shape, multiple)
+        if aim is not None and aim.aligned and (kernel is not None or rng.random() < 0.97)
+        else _layout(rng, shape)
+        for shape in shapes
+    ]
     tail = 3 if gqa else 2
     scores = (*torch.broadcast_shapes(*(s[:-tail] for s in shapes)), *shapes[0][-tail:-1], shapes[1][-2])
     causal = rng.random() < 0.3
@@ -189,7 +236,7 @@ def draw_case(rng: random.Random, forced: Sequence[Kernel] = ()) -> Case:
         value=shapes[2],
         mask=mask,
         mask_dtype=mask_dtype,
-        mask_kind=rng.choice(("some", "some", "few", "dead rows", "late", "early", "all", "none", "lowest")),
+        mask_kind=rng.choice(("some", "some", "few", "dead rows", "late", "early", "all", "none", "lowest", "blocks", "blocks")),
         layouts=tuple(layouts),
         causal=causal,
         scale=rng.choice((None, None, None, 0.0, -0.7, 0.3, 1.0, 1e-30)),
@@ -205,11 +252,16 @@ def draw_case(rng: random.Random, forced: Sequence[Kernel] = ()) -> Case:
 
 @dataclass
 class Placed:
-    """A view, and the buffer it lies in as it was made."""
+    """A view, and the buffer it lies in as it was made, on the CPU."""
 
     view: Tensor
     buffer: Tensor
     before: Tensor
+
+    @property
+    def host(self) -> Tensor:
+        """What the view showed at first, on the CPU."""
+        return self.before.as_strided(self.view.shape, self.view.stride(), self.view.storage_offset())
 
     def unchanged(self) -> bool:
         return torch.equal(self.buffer.view(torch.uint8).cpu(), self.before.view(torch.uint8))
@@ -225,7 +277,7 @@ def place(values: Tensor, layout: Layout, device: str) -> Placed:
     for d, zero in enumerate(layout.zero):
         values = values.narrow(d, 0, min(1, values.size(d))) if zero else values
     before.as_strided(values.shape, strides, first).copy_(values)
-    buffer = before.to(device, copy=True)
+    buffer = before.to(device, copy=True, non_blocking=True)
     return Placed(buffer.as_strided(shape, strides, first), buffer, before)
 
 
@@ -239,6 +291,10 @@ def _mask_values(case: Case, dtype: torch.dtype, generator: torch.Generator) -> 
     elif case.mask_kind in ("late", "early"):  # whole tiles of keys are hidden, at the beginning or at the end
         late = torch.arange(S) >= (S * 3) // 4
         keep &= late if case.mask_kind == "late" else ~late
+    elif case.mask_kind == "blocks":  # whole blocks of 64 queries by 128 keys are hidden
+        L, counts = case.mask[-2], (-(-case.mask[-2] // 64), -(-S // 128))
+        seen = torch.rand((*case.mask[:-2], *counts), generator=generator) < 0.5
+        keep &= seen.repeat_interleave(64, -2)[..., :L, :].repeat_interleave(128, -1)[..., :S]
     if case.mask_dtype == "bool":
         return keep
     dtype = torch.float32 if case.mask_dtype == "float32" else dtype

@@ -1,16 +1,24 @@
 """Checks random problems: `python tests/randomised.py --device cuda --examples 2000 --json`, or `--case "Case(seed=7, ...)"`.
 
 Results are held to the error rule of reference.py against float64, with the plain formula in the call's own dtype in place of
-PyTorch's operator.
+PyTorch's operator. On a GPU the examples are spread over processes, and one example waits for the card once: inputs are drawn on
+the CPU, small oracles stay there, and all results come back together.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
+import os
+import queue
 import random
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import kernels
@@ -24,38 +32,72 @@ from torch import Tensor
 
 NEG_INF = float("-inf")
 ON_THE_GPU = 1 << 22  # multiply-adds of one product; from here on the oracle of a GPU's problem runs there
+SHARE = 50  # examples that make a process worth its start
 
 
-def _gradients(out: Tensor, lse: Tensor | None, wanted: list[Tensor], grad: Tensor, grad_lse: Tensor | None) -> list[Tensor]:
+@dataclass
+class Operands:
+    """What a call is given, on one device: query, key, value and mask; grad_out; grad_lse; the weights that dropout keeps."""
+
+    inputs: list[Tensor | None]
+    grad: Tensor
+    grad_lse: Tensor | None
+    keep: Tensor | None
+
+
+def _to(tensor: Tensor | None, device: str) -> Tensor | None:
+    """From the CPU to the device, without waiting for it."""
+    return None if tensor is None else tensor.to(device, non_blocking=True)
+
+
+def _fetch(tensors: list[Tensor]) -> list[Tensor]:
+    """On the CPU, all in one copy."""
+    if all(t.device.type == "cpu" for t in tensors):
+        return tensors
+    device = next(t.device for t in tensors if t.device.type != "cpu")
+    far = [t for t in tensors if t.device == device]
+    together = torch.cat([t.contiguous().view(-1).view(torch.uint8) for t in far]).cpu()
+    parts = iter(together.split([t.nbytes for t in far]))
+    return [next(parts).clone().view(t.dtype).view(t.shape) if t.device == device else t for t in tensors]
+
+
+def _gradients(
+    out: Tensor, lse: Tensor | None, wanted: list[Tensor], grad: Tensor, grad_lse: Tensor | None, again: bool = False
+) -> list[Tensor]:
     if not wanted:
         return []
-    outputs, grads = [out], [grad.to(out.device, out.dtype)]
+    outputs, grads = [out], [grad.to(out.dtype)]
     if grad_lse is not None and lse.requires_grad:
-        outputs, grads = [*outputs, lse], [*grads, grad_lse.to(lse.device, lse.dtype)]
-    return list(torch.autograd.grad(outputs, wanted, grads, allow_unused=True, materialize_grads=True))
+        outputs, grads = [*outputs, lse], [*grads, grad_lse.to(lse.dtype)]
+    return list(torch.autograd.grad(outputs, wanted, grads, retain_graph=again, allow_unused=True, materialize_grads=True))
 
 
-def _formula(case: Case, inputs: list[Tensor | None], grad: Tensor, grad_lse: Tensor | None, keep: Tensor | None, dtype, device):
-    """The formula in one dtype on one device: out, lse, gradients in the inputs' dtypes, or in float64 for dtype None."""
+def _formula(case: Case, given: Operands, dtype: torch.dtype | None):
+    """The formula in one dtype: out, lse, gradients in the inputs' dtypes, and {}; for dtype None all in float64, and where the
+    log-sum-exp has a gradient, the gradients through out alone."""
     exact = dtype is None
-    given = [t if t is None or t.dtype == torch.bool else t.detach() for t in inputs]
+    inputs = [t if t is None or t.dtype == torch.bool else t.detach() for t in given.inputs]
     if exact:
-        given, dtype = [t.double().to(device) if t is not None and t.is_floating_point() else t for t in given], torch.float64
-    differentiable = dict(zip(("query", "key", "value"), given, strict=False)) if any(case.needs) else {}
+        inputs, dtype = [t.double() if t is not None and t.is_floating_point() else t for t in inputs], torch.float64
+    differentiable = dict(zip(("query", "key", "value"), inputs, strict=False)) if any(case.needs) else {}
     if case.needs[3]:
-        differentiable["attn_mask"] = given[3]
+        differentiable["attn_mask"] = inputs[3]
     for tensor in differentiable.values():
         tensor.requires_grad_()
     out, lse = reference.attention(
-        *given, case.causal, case.scale, case.gqa, keep=keep, dropout_p=case.dropout_p, dtype=dtype, device=device,
-        side_by_side=not exact,
+        *inputs, case.causal, case.scale, case.gqa, keep=given.keep, dropout_p=case.dropout_p, dtype=dtype,
+        device=given.grad.device, side_by_side=not exact,
     )  # fmt: skip
-    grads = _gradients(out, lse, list(differentiable.values()), grad, grad_lse)
-    return out.detach(), lse.detach(), dict(zip(differentiable, grads, strict=True))
+    wanted, alone = list(differentiable.values()), {}
+    if exact and given.grad_lse is not None:
+        alone = dict(zip(differentiable, _gradients(out, None, wanted, given.grad, None, again=True), strict=True))
+    grads = _gradients(out, lse, wanted, given.grad, given.grad_lse)
+    return out.detach(), lse.detach(), dict(zip(differentiable, grads, strict=True)), alone
 
 
-def _ours(case: Case, inputs: list[Tensor | None], grad: Tensor, grad_lse: Tensor | None, seed: Tensor | None):
+def _ours(case: Case, given: Operands, seed: Tensor | None):
     """What the operator gives: out, lse or None, gradients."""
+    inputs, grad, grad_lse = given.inputs, given.grad, given.grad_lse
     options = {"scale": case.scale, "enable_gqa": case.gqa}
     forced = next((k for k in kernels.KERNELS if k.name == case.op), None)
     inputs = [t.detach().requires_grad_() if n else t for t, n in zip(inputs, case.needs, strict=True)]
@@ -85,12 +127,17 @@ def _ours(case: Case, inputs: list[Tensor | None], grad: Tensor, grad_lse: Tenso
     return out, lse, [g for g, n in zip(grads, case.needs, strict=True) if n]
 
 
-def _check_lse(case: Case, lse: Tensor, want: Tensor, inputs: list[Tensor | None]) -> None:
+def _single_lse(case: Case, inputs: list[Tensor | None]) -> Tensor:
+    """The formula's log-sum-exp in float32, or float64 for that dtype."""
     single = torch.float64 if case.dtype == "float64" else torch.float32
     with torch.no_grad():
-        base = reference.attention(*inputs, case.causal, case.scale, case.gqa, dtype=single, device=lse.device)[1]
+        return reference.attention(*inputs, case.causal, case.scale, case.gqa, dtype=single, device=inputs[0].device)[1]
+
+
+def _check_lse(lse: Tensor, want: Tensor, base: Tensor) -> None:
+    single = base.dtype
     assert lse.dtype == single and lse.shape == want.shape, f"lse: {lse.dtype}, shape {tuple(lse.shape)}"
-    lse, want, base = lse.cpu().double(), want.cpu(), base.cpu().double()
+    lse, base = lse.double(), base.double()
     alive = want.isfinite()
     assert torch.equal(lse == NEG_INF, ~alive), "lse: -inf exactly for rows without a visible key"
     limit = 2 * reference.errors(base[alive], want[alive])[0] + 16 * torch.finfo(single).eps * max(
@@ -110,52 +157,57 @@ class Results:
     grad_out: Tensor
 
 
-def _less_lse_part(
-    case: Case, triples: dict, inputs: list[Tensor | None], grad_out: Tensor, keep: Tensor | None, among: float
-) -> None:
+def _less_lse_part(triples: dict[str, tuple[Tensor, Tensor, Tensor]], alone: dict[str, Tensor], among: float) -> None:
     """Where the gradient through out alone vanishes by cancellation (one key, say), what came through the log-sum-exp is taken off.
 
     The kernels put both into one difference, so the rounding is that of the sums which cancel, as for a gradient that vanishes.
     """
-    alone = _formula(case, inputs, grad_out, None, keep, None, "cpu")[2]
     for name, through_out in alone.items():
         entry = f"gradient of {name}"
         if entry in triples and reference.largest(through_out) < 1e-6 * among:
-            part = triples[entry][1].cpu() - through_out
-            triples[entry] = tuple(t.double().cpu() - part for t in triples[entry])
+            part = triples[entry][1] - through_out
+            got, want, base = (t.double() - part for t in triples[entry])
+            triples[entry] = got, want, base
 
 
 def solve(case: Case, device: str, draw: int = 0) -> Results:
     """Builds the problem and runs it. Asserts what has no rounding: shapes, dtypes, dead rows, memory left alone."""
     dtype = getattr(torch, case.dtype)
     placed, grad_out, grad_lse = build(case, device, draw)
-    inputs = [None if p is None else p.view for p in placed]
     grad_lse = grad_lse if case.grad_lse and any(case.needs) else None
+    *lead, L, S = case.scores
+    large = math.prod(case.scores) * max(case.query[-1], case.value[-1]) >= ON_THE_GPU
+    where = device if large else "cpu"
     seed = keep = None
     if case.dropout_p > 0.0:
-        seed = torch.tensor([case.seed * 0x9E3779B97F4A7C15 % (1 << 63)], device=device)
-        *lead, L, S = case.scores
-        keep = reference.dropout_keep_mask(int(seed), case.dropout_p, math.prod(lead), L, S).view(case.scores)
-    out, lse, grads = _ours(case, inputs, grad_out.view, grad_lse, seed)
-    work = math.prod(case.scores) * max(case.query[-1], case.value[-1])
-    where = device if work >= ON_THE_GPU else "cpu"
-    want, want_lse, want_grads = _formula(case, inputs, grad_out.view, grad_lse, keep, None, where)
-    base, _, base_grads = _formula(case, inputs, grad_out.view, grad_lse, keep, dtype, device)
-    dead = (want_lse == NEG_INF).to(device)
+        number = case.seed * 0x9E3779B97F4A7C15 % (1 << 63)
+        seed = _to(torch.tensor([number]), device)
+        keep = reference.dropout_keep_mask(number, case.dropout_p, math.prod(lead), L, S, device=where).view(case.scores)
+    near = Operands([None if p is None else p.view for p in placed], grad_out.view, _to(grad_lse, device), _to(keep, device))
+    host = Operands([None if p is None else p.host for p in placed], grad_out.host, grad_lse, keep)
+    out, lse, grads = _ours(case, near, seed)  # the card's work, queued, and the CPU's beside it
+    base, _, base_grads, _ = _formula(case, near, dtype)
+    lses = [] if lse is None else [lse, _single_lse(case, near.inputs)]
+    want, want_lse, want_grads, alone = _formula(case, near if large else host, None)
+    several = [out, base, want, want_lse, *lses, *grads, *base_grads.values(), *want_grads.values(), *alone.values()]
+    fetched = iter(_fetch(several))
+    out, base, want, want_lse = (next(fetched) for _ in range(4))
+    lses, grads = [next(fetched) for _ in lses], [next(fetched) for _ in grads]
+    base_grads, want_grads, alone = ({name: next(fetched) for name in d} for d in (base_grads, want_grads, alone))
     assert out.shape == want.shape, f"out: shape {tuple(out.shape)}, expected {tuple(want.shape)}"
-    assert not out.masked_fill(~dead.unsqueeze(-1), 0.0).any(), "out: a row without a visible key is 0"
-    if lse is not None:
-        _check_lse(case, lse, want_lse, inputs)
+    dead = (want_lse == NEG_INF).unsqueeze(-1)
+    assert not out.masked_fill(~dead, 0.0).any(), "out: a row without a visible key is 0"
+    if lses:
+        _check_lse(lses[0], want_lse, lses[1])
     triples, among = {"out": (out, want, base)}, reference.largest(*want_grads.values())
     names = [n for n, needed in zip(("query", "key", "value", "attn_mask"), case.needs, strict=True) if needed]
     for name, got in zip(names, grads, strict=True):
         assert got.dtype == base_grads[name].dtype, f"gradient of {name}: dtype {got.dtype}"
         triples[f"gradient of {name}"] = (got, want_grads[name], base_grads[name])
-    if grad_lse is not None:
-        _less_lse_part(case, triples, inputs, grad_out.view, keep, among)
+    _less_lse_part(triples, alone, among)
     if device == "cpu" or case.seed % 8 == 0:
         assert all(p.unchanged() for p in (*placed, grad_out) if p is not None), "an input, or memory around it, was written to"
-    return Results(triples, among, inputs, grad_out.view)
+    return Results(triples, among, host.inputs, host.grad)
 
 
 def judge(case: Case, draws: list[Results]) -> None:
@@ -211,28 +263,87 @@ def kernels_of(device: str) -> list[Kernel]:
     return [k for k in kernels.KERNELS if k.device == device and k.runs_here()]
 
 
-def run_examples(device: str, count: int, first_seed: int = 0) -> dict:
-    """Checks the cases of the seeds first_seed to first_seed + count - 1: count that ran, failures, seconds.
-
-    A failure is {"seed", "case", "error"}. An error of the card ends the run, since no later call of the process survives it.
-    """
-    forced, failures, began, done = kernels_of(device), [], time.perf_counter(), 0
-    for seed in range(first_seed, first_seed + count):
+def _examples(device: str, seeds: range, forced: list[Kernel]) -> Iterator[dict | None]:
+    """A failure, or None, for each seed in turn. An error of the card is the last one, since no later call survives it."""
+    for done, seed in enumerate(seeds):
         if done % 64 == 0:
             _poison(device)
         case = draw_case(random.Random(seed), forced)
-        done += 1
+        failure = None
         try:
             check(case, device)
         except Exception as error:  # whatever it is, it belongs to this case
-            failures.append({"seed": seed, "case": repr(case), "error": f"{type(error).__name__}: {error}"[:500]})
-            if "CUDA error" in str(error):
-                break
-    if device == "cuda":
-        torch.cuda.synchronize()
+            failure = {"seed": seed, "case": repr(case), "error": f"{type(error).__name__}: {error}"[:500]}
+        yield failure
+        if failure is not None and "CUDA error" in failure["error"]:
+            return
+
+
+def _examples_of_workers(device: str, seeds: range, workers: int, forced: list[Kernel]) -> Iterator[dict | None]:
+    """The same from so many processes of this script, each with a share of the seeds, in the order in which they come."""
+    found: queue.SimpleQueue[tuple[dict | None] | None] = queue.SimpleQueue()  # None: a worker has ended
+    bounds = [len(seeds) * i // workers for i in range(workers + 1)]
+
+    def follow(share: range) -> None:
+        try:
+            command = [sys.executable, os.path.abspath(__file__), "--worker", "--device", device]
+            command += ["--first-seed", str(share.start), "--examples", str(len(share))]
+            done, failure = 0, None
+            with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+                for line in process.stdout:
+                    done, failure = done + 1, json.loads(line)
+                    found.put((failure,))
+            if done < len(share) and (failure is None or "CUDA error" not in failure["error"]):
+                seed, error = share[done], f"its process ended with {process.returncode}"
+                found.put(({"seed": seed, "case": repr(draw_case(random.Random(seed), forced)), "error": error},))
+        finally:
+            found.put(None)
+
+    for begin, end in itertools.pairwise(bounds):
+        threading.Thread(target=follow, args=(seeds[begin:end],), daemon=True).start()
+    while workers:
+        item = found.get()
+        if item is None:
+            workers -= 1
+        else:
+            yield item[0]
+
+
+def run_examples(device: str, count: int, first_seed: int = 0, workers: int = 1, progress: bool = False) -> dict:
+    """Checks the cases of the seeds first_seed to first_seed + count - 1: count that ran, failures, seconds.
+
+    A failure is {"seed", "case", "error"}. An error of the card ends its process, and what that had left does not run.
+    progress: a line on stderr for every 100 examples. One thread: these sizes are too small for more, and other processes may be
+    about.
+    """
+    failures, began, done, threads = [], time.perf_counter(), 0, torch.get_num_threads()
+    forced, seeds = kernels_of(device), range(first_seed, first_seed + count)
+    try:
+        torch.set_num_threads(1)
+        for failure in _examples(device, seeds, forced) if workers == 1 else _examples_of_workers(device, seeds, workers, forced):
+            done += 1
+            if failure is not None:
+                failures.append(failure)
+            if progress and (done % 100 == 0 or done == count):
+                seconds = time.perf_counter() - began
+                print(f"{done} of {count} examples, {len(failures)} failed, {seconds:.1f} s", file=sys.stderr, flush=True)
+    finally:
+        torch.set_num_threads(threads)
+    failures.sort(key=lambda failure: failure["seed"])
     names = [kernel.name for kernel in forced]
     seconds = round(time.perf_counter() - began, 1)
-    return {"device": device, "count": done, "first_seed": first_seed, "kernels": names, "failures": failures, "seconds": seconds}
+    return {
+        "device": device, "count": done, "first_seed": first_seed, "kernels": names, "workers": workers, "failures": failures,
+        "seconds": seconds,
+    }  # fmt: skip
+
+
+def _work(device: str, seeds: range) -> int:
+    """A worker: a line of JSON for each example, null or a failure."""
+    torch.set_num_threads(1)
+    for failure in _examples(device, seeds, kernels_of(device)):
+        print(json.dumps(failure), flush=True)
+    return 0
 
 
 def main() -> int:
@@ -240,6 +351,10 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--examples", type=int, default=2000)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument(
+        "--workers", type=int, help=f"processes; 1 on the CPU and up to 8 on a GPU by default, one for every {SHARE} examples"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
     parser.add_argument("--case", help="check this one, given as its repr")
     args = parser.parse_args()
@@ -247,7 +362,11 @@ def main() -> int:
         check(eval(args.case, {"Case": Case, "Layout": Layout}), args.device)
         print("passed")
         return 0
-    outcome = run_examples(args.device, args.examples, args.first_seed)
+    if args.worker:
+        return _work(args.device, range(args.first_seed, args.first_seed + args.examples))
+    most = 8 if args.device == "cuda" else 1
+    workers = max(1, min(args.workers or min(most, args.examples // SHARE), args.examples))
+    outcome = run_examples(args.device, args.examples, args.first_seed, workers, progress=True)
     if args.json:
         print(json.dumps(outcome, indent=1))
     else:

@@ -96,19 +96,20 @@ def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, i
     return c0, c1, c2, c3
 
 
-def dropout_keep_mask(seed: int, p: float, n: int, l: int, s: int, rows: list[int] | None = None) -> Tensor:
+def dropout_keep_mask(
+    seed: int, p: float, n: int, l: int, s: int, rows: list[int] | None = None, device: str | torch.device = "cpu"
+) -> Tensor:
     """(n, l, s) bool: which weights survive. n counts (batch, query head) pairs in the order of a contiguous tensor.
     rows: only these of the l rows.
 
     Weight (h, i, j) reads word j % 4 of Philox at counter (j // 4, i, low half of h, high half of h) under the key
     (low half, high half) of the seed, and survives iff that word >= int(p * 2^32).
     """
-    h, i, j = (torch.arange(size, dtype=torch.int64) for size in (n, l, s))
-    i = i if rows is None else torch.tensor(rows)
-    h, i, j = torch.broadcast_tensors(h[:, None, None], i[None, :, None], j[None, None, :])
-    words = philox4x32((j // 4, i, h & _LOW32, h >> 32), (seed & _LOW32, (seed >> 32) & _LOW32))
-    word = torch.stack(words).gather(0, (j % 4)[None])[0]
-    return word >= int(p * 2**32)
+    h, i, j = (torch.arange(size, dtype=torch.int64, device=device) for size in (n, l, (s + 3) // 4))
+    i = i if rows is None else torch.tensor(rows, device=device)
+    h, i, j = h[:, None, None], i[None, :, None], j[None, None, :]
+    words = philox4x32((j, i, h & _LOW32, h >> 32), (seed & _LOW32, (seed >> 32) & _LOW32))
+    return torch.stack(words, -1).flatten(-2)[..., :s] >= int(p * 2**32)
 
 
 def ulp(dtype: torch.dtype, largest: float) -> float:

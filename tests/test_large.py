@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 from helpers import check_lse, close, is_float, normal, sdpa_backward, sdpa_forward
+from kernels import KERNELS, Kernel
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -96,10 +97,26 @@ def test_offsets_of_the_mask(n: int, kind: str, p: float) -> None:
         reference.check_error(f"gradient of {name}", got, right, own, among, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dim", [1, 2, 3], ids=["heads", "rows", "columns"])
-@pytest.mark.parametrize("operand", ["query", "key", "value", "attn_mask", "grad_out"])
-def test_offsets_of_an_operand(operand: str, dim: int) -> None:
-    """A view whose strides reach past 2^31 elements, in memory full of NaN, gives what a dense copy gives."""
+FAR = {"heads": (1, 8), "rows": (2, 8), "rows, odd": (2, 1), "columns": (3, 1)}  # the dim of the large stride, which is a multiple
+
+
+def far_views() -> list:
+    """(kernel, operand, dim, multiple): a kernel of aligned operands takes query, key and value only with rows on 16 bytes."""
+    return [
+        pytest.param(kernel, operand, *FAR[far], id=f"{kernel.name}-{operand}-{far}")
+        for kernel in KERNELS
+        if kernel.device == "cuda"
+        for operand in ("query", "key", "value", "attn_mask", "grad_out")
+        for far in FAR
+        if FAR[far][1] % 8 == 0 or not kernel.aligned or operand in ("attn_mask", "grad_out")
+    ]
+
+
+@pytest.mark.parametrize(("kernel", "operand", "dim", "multiple"), far_views())
+def test_offsets_of_an_operand(kernel: Kernel, operand: str, dim: int, multiple: int) -> None:
+    """A view whose strides reach past 2^31 elements, in memory full of NaN, gives what a dense copy gives the same kernel."""
+    if not kernel.runs_here():
+        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
     shapes = {
         "query": (1, 3, 9, 8),
         "key": (1, 3, 10, 8),
@@ -112,15 +129,14 @@ def test_offsets_of_an_operand(operand: str, dim: int) -> None:
     given = {name: gpu_normal(*shape) for name, shape in shapes.items()}
     shape = shapes[operand]
     strides = list(given[operand].stride())
-    strides[dim] = (2**31 + 2**20) // (shape[dim] - 1) | 1  # odd, so that rows are not aligned either
-    if dim == 1:
-        strides[dim] = 2**31 // 2 + 2**18  # a multiple of 16 bytes: the aligned way
+    strides[dim] = (2**31 + 2**20) // (shape[dim] - 1) // 8 * 8 + multiple % 8
     given[operand] = memory.as_strided(shape, strides, 0).copy_(given[operand])
     assert memory.numel() > sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) > 2**31
     results = []
     for t in (given, {name: t.contiguous() for name, t in given.items()}):
         tensors = [t[name] for name in ("query", "key", "value", "attn_mask")]
-        out, lse = sdpa_forward(*tensors, None, 0.0, False)
+        assert kernel.takes(*tensors[:3])
+        out, lse = sdpa_forward(*tensors, None, 0.0, False, kernel_name=kernel.name)
         results.append((out, lse, *sdpa_backward(t["grad_out"], None, *tensors, out, lse, None, 0.0, False, mask_grad=True)))
     assert all(t.isfinite().all() for t in results[0])
     for got, want in zip(*results, strict=True):
@@ -130,20 +146,32 @@ def test_offsets_of_an_operand(operand: str, dim: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("batch", "heads"), [(70_000, (1,)), (300, (300,)), (1, (65_537,)), (20_000, (8, 2))], ids=str)
 def test_many_heads(batch: int, heads: tuple[int, ...], dtype: torch.dtype) -> None:
-    """batch * heads beyond 65535, the largest grid of a CUDA launch but for its first dim; all of it compared, dropout too."""
+    """batch * heads beyond 65535, the largest grid of a CUDA launch but for its first dim; all of it compared, dropout too.
+
+    An element of the mask's gradient is a float32 sum of heads * L terms of either sign. Each addition rounds the sum so far by up
+    to half an eps of it, independently of the others, so the error grows like eps times the root of the sum of the squares of these
+    partial sums (here float64, in the order of the heads). Twice the half of that eps is 3.5 standard deviations of even rounding.
+    A term that is lost stays far above it.
+    """
     L, S, E, p, gqa = 3, 5, 8, 0.3, len(heads) > 1
     q, k, v = (gpu_normal(batch, h, n, E, dtype=dtype) for h, n in ((heads[0], L), (heads[-1], S), (heads[-1], S)))
     mask, grad = gpu_normal(batch, 1, 1, S, dtype=dtype), gpu_normal(batch, heads[0], L, E, dtype=dtype)
     seed = torch.tensor([77], device="cuda")
     keep = reference.dropout_keep_mask(77, p, batch * heads[0], L, S).view(batch, heads[0], L, S)
-    given = [t.cpu().double().requires_grad_() for t in (q, k, v, mask)]
+    given = [t.cpu().double() for t in (q, k, v, mask)]
+    given[3] = given[3].expand(batch, heads[0], L, S).clone()  # so that its gradient is the terms
+    given = [t.requires_grad_() for t in given]
     want, want_lse = reference.attention(*given, gqa=gqa, keep=keep, dropout_p=p)
-    right = torch.autograd.grad(want, given, grad.cpu().double())
+    *right, terms = torch.autograd.grad(want, given, grad.cpu().double())
+    partial = terms.flatten(1, 2).cumsum(1)
+    mask_grad = partial[:, -1].view(batch, 1, 1, S)
+    of_the_sum = torch.finfo(torch.float32).eps * float(partial.square().sum(1).sqrt().max())
     out, lse = sdpa_forward(q, k, v, mask, seed, p, False, enable_gqa=gqa)
     grads = sdpa_backward(grad, None, q, k, v, mask, out, lse, seed, p, False, enable_gqa=gqa, mask_grad=True)
     tolerance = 8 * torch.finfo(dtype).eps
-    for got, of in zip((out, *grads), (want, *right), strict=True):
+    for got, of in zip((out, *grads[:3]), (want, *right), strict=True):
         close(got, of, tolerance)
+    close(grads[3], mask_grad, tolerance + of_the_sum / max(1.0, reference.largest(mask_grad)))
     check_lse(lse, want_lse.detach(), dtype)
 
 

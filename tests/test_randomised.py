@@ -1,14 +1,18 @@
 """Random problems against float64: seeds of the standard library everywhere, and hypothesis where it is installed.
 
-ATTENTION_EXT_RANDOM_EXAMPLES sets the count of each (150 on the CPU and 2000 on a GPU by default).
+ATTENTION_EXT_RANDOM_EXAMPLES sets the count of each (150 on the CPU and 100 on a GPU by default: one process checks them one by
+one; `python tests/randomised.py` spreads thousands over several).
 """
 
 from __future__ import annotations
 
 import os
 import random
+from collections import Counter
+from dataclasses import replace
 
 import kernels
+import pytest
 import torch
 from random_cases import GUARD, Case, Layout, build, draw_case, place
 from randomised import check, kernels_of, run_examples
@@ -17,7 +21,7 @@ EXAMPLES = os.environ.get("ATTENTION_EXT_RANDOM_EXAMPLES")
 
 
 def examples(device: str) -> int:
-    return int(EXAMPLES) if EXAMPLES else 2000 if device == "cuda" else 150
+    return int(EXAMPLES) if EXAMPLES else 100 if device == "cuda" else 150
 
 
 def test_random_examples(device: str) -> None:
@@ -30,7 +34,10 @@ def test_random_examples(device: str) -> None:
 try:
     import hypothesis
 except ImportError:
-    pass
+
+    @pytest.mark.skip(reason="needs hypothesis")
+    def test_examples_of_hypothesis() -> None: ...
+
 else:
 
     @hypothesis.settings(
@@ -62,7 +69,7 @@ def test_the_draw_reaches_its_corners() -> None:
     assert {c.dtype for c in cases} == {"float16", "bfloat16", "float32", "float64"}
     assert {len(c.query) for c in cases} == {2, 3, 4, 5}
     masked = [c for c in cases if c.mask is not None]
-    assert {c.mask_dtype for c in masked} == {"bool", "same", "float32"} and len({c.mask_kind for c in masked}) == 8
+    assert {c.mask_dtype for c in masked} == {"bool", "same", "float32"} and len({c.mask_kind for c in masked}) == 9
     assert any(c.mask_dtype == "float32" and c.dtype in ("float16", "bfloat16") and c.needs[3] for c in masked)
     full = [tuple(n == m for n, m in zip(reversed(c.mask), reversed(c.scores), strict=False)) for c in masked]
     assert {f for f in full if len(f) == 4} >= {(a, b, d, e) for a in (0, 1) for b in (0, 1) for d in (0, 1) for e in (0, 1)}
@@ -90,6 +97,39 @@ def test_kernels_of_a_narrow_kind_are_drawn_for() -> None:
             assert narrow.takes_sizes(tensors[0].dtype, case.query[-1], case.value[-1])
             taken += narrow.takes(*tensors)
     assert taken > 50
+
+
+def test_half_types_reach_the_kernels_of_hopper() -> None:
+    """On such a card: a quarter of these problems goes to the fused kernel, a tenth to the pipeline's, with several blocks."""
+    forced = [k for k in kernels.KERNELS if k.device == "cuda"]
+    here = {k.name: replace(k, device="cpu", capability=()) for k in forced}
+    ran: Counter[str] = Counter()
+    fused: list[Case] = []
+    for seed in range(800):
+        case = draw_case(random.Random(seed), forced)
+        if case.dtype not in ("float16", "bfloat16"):
+            continue
+        q, k, v = (placed.view for placed in build(case, "cpu")[0][:3])
+        if not case.gqa:
+            lead = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
+            q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (q, k, v))
+        order = (case.op, "sm90_512", "sm90_pipeline", "pipeline")
+        name = next(name for name in order if name in here and here[name].takes(q, k, v))
+        ran[name] += 1
+        if name == "sm90_512":
+            fused.append(case)
+    assert ran["sm90_512"] > 0.25 * ran.total() and ran["sm90_pipeline"] > 0.1 * ran.total()
+    blocks = [c for c in fused if c.scores[-1] > 128]
+    assert len(blocks) > len(fused) // 2 and any(c.gqa and c.scores[-2] <= 20 for c in blocks)
+    assert any(c.mask is not None and c.mask_kind == "blocks" and c.mask[-1] > 128 for c in blocks)
+    assert sum(max(c.query[-1], c.value[-1]) > 256 for c in fused) > len(fused) // 4
+
+
+def test_workers_check_what_one_process_checks() -> None:
+    together, alone = run_examples("cpu", 12, 5, workers=2), run_examples("cpu", 12, 5)
+    for name in ("count", "first_seed", "failures", "kernels"):
+        assert together[name] == alone[name]
+    assert together["count"] == 12
 
 
 def test_memory_around_an_input_is_nan() -> None:

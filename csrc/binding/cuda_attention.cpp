@@ -13,6 +13,16 @@ namespace {
 
 using torch::stable::accelerator::DeviceGuard;
 
+bool takes(Kernel kernel, const ForwardParams& params) {
+  switch (kernel) {
+    case Kernel::kPipeline: return true;
+    case Kernel::kSm90_512: return fused_forward_512_takes(params);
+    case Kernel::kSm90_1024: return fused_forward_1024_takes(params);
+    case Kernel::kSm90Pipeline: return product_pipeline_takes(params);
+  }
+  return false;
+}
+
 // The kernel to run: the one that was asked for by name, or the plan's choice.
 Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, bool tma_operands, int32_t device) {
   int major = 0, minor = 0;
@@ -21,14 +31,13 @@ Kernel choose_kernel(const char* op, const std::string& name, const ForwardParam
   Kernel kernel;
   if (kernel_by_name(name, kernel)) {
     const bool hopper = ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
-    if ((kernel == Kernel::kSm90_512 && !(hopper && fused_forward_512_takes(params))) ||
-        (kernel == Kernel::kSm90Pipeline && !(hopper && product_pipeline_takes(params)))) {
+    if (kernel != Kernel::kPipeline && !(hopper && takes(kernel, params))) {
       fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\"");
     }
     return kernel;
   }
   if (name != "auto")
-    fail(op, "kernel_name", "\"auto\" or one of the kernels \"pipeline\", \"sm90_512\" and \"sm90_pipeline\"",
+    fail(op, "kernel_name", "\"auto\" or one of the kernels \"pipeline\", \"sm90_512\", \"sm90_1024\" and \"sm90_pipeline\"",
          "\"" + name + "\"");
   const int64_t heads = params.batch.size[params.batch.count - 1];
   Problem problem = {params.N / std::max<int64_t>(heads, 1),
@@ -101,6 +110,7 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   const Kernel kernel = choose_kernel(op, kernel_name, params, tma_operands, device);
   switch (kernel) {
     case Kernel::kSm90_512: check_status(op, fused_forward_512(params, current_stream(device)), device); return {out, lse};
+    case Kernel::kSm90_1024: check_status(op, fused_forward_1024(params, current_stream(device)), device); return {out, lse};
     case Kernel::kPipeline:
     case Kernel::kSm90Pipeline: {
       params.warpgroup_products = kernel == Kernel::kSm90Pipeline;
