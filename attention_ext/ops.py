@@ -93,12 +93,22 @@ def sdpa_with_lse(
     return out, lse
 
 
-def _tma_takes(tensor: Tensor) -> bool:
-    """Whether Hopper's copy engine takes it: rank 5 at most, last dim contiguous, rows on 16-byte boundaries and apart."""
+def _tma_takes(tensor: Tensor, rank: int) -> bool:
+    """Whether Hopper's copy engine takes it: `rank` at most, last dim contiguous, rows on 16-byte boundaries and apart."""
     steps = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
     rows_apart = tensor.size(-2) <= 1 or tensor.stride(-2) > 0
     aligned = tensor.data_ptr() % 16 == 0 and all(step * tensor.element_size() % 16 == 0 for step in steps)
-    return tensor.dim() <= 5 and tensor.size(-1) > 1 and tensor.stride(-1) == 1 and rows_apart and aligned
+    return tensor.dim() <= rank and tensor.size(-1) > 1 and tensor.stride(-1) == 1 and rows_apart and aligned
+
+
+def _tma_operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
+    """The same for all three of a call; groups of query heads take one more dim, and 64 heads at most."""
+    if enable_gqa and key.size(-3) != value.size(-3):
+        return False
+    grouped = enable_gqa and 1 < key.size(-3) < query.size(-3)
+    if grouped and (query.size(-3) // key.size(-3) > 64 or query.stride(-3) <= 0):
+        return False
+    return all(_tma_takes(t, 4 if grouped else 5) for t in (query, key, value))
 
 
 @dataclass(frozen=True)
@@ -143,8 +153,7 @@ def explain(
     key_heads = key.size(-3) if enable_gqa else heads
     sizes = [batch, heads, key_heads, *scores[-2:], query.size(-1), value.size(-1)]
     mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float"
-    same_heads = not enable_gqa or key.size(-3) == value.size(-3)
-    tma_operands = same_heads and all(_tma_takes(t) for t in (query, key, value))
+    tma_operands = _tma_operands(query, key, value, enable_gqa)
     major, minor = torch.cuda.get_device_capability(query.device)
     return Explanation(
         *torch.ops.attention_ext.plan.default(

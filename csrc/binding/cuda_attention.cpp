@@ -103,8 +103,10 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
   views.finish(params.batch);
   params.workspace_bytes = workspace_bytes;
-  const bool tma_operands = std::max({query.dim(), key.dim(), value.dim()}) <= 5 &&
-                            tensor_map_takes(params.batch, params.query, params.L) && params.key.group == params.value.group &&
+  const int group = params.key.group;
+  const bool groups = group == params.value.group && group <= 64 && (group == 1 || query.stride(query.dim() - 3) > 0);
+  const bool tma_operands = groups && std::max({query.dim(), key.dim(), value.dim()}) <= (group > 1 ? 4 : 5) &&
+                            tensor_map_takes(params.batch, params.query, params.L) &&
                             tensor_map_takes(params.batch, params.key, params.S) &&
                             tensor_map_takes(params.batch, params.value, params.S);
   const Kernel kernel = choose_kernel(op, kernel_name, params, tma_operands, device);

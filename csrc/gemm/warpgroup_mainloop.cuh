@@ -22,6 +22,8 @@
 
 namespace attention_ext {
 
+constexpr int kBarrierSkew = 1;  // of bar.sync; 0 is __syncthreads
+
 struct ProductMaps {
   CUtensorMap a, b;  // boxes of 128 rows; of 256 rows, or of 64 rows with kColumnsB
 };
@@ -68,6 +70,10 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
   };
   RingPlace<Tile::kStages> ring;
   float product[Tile::kN / 2];
+  // The second warpgroup begins kStages - 1 steps behind the first, and so it stays: the epilogue of one then falls into products of the
+  // other, which alone has all of the Tensor Cores.
+  bool leads = consumer == 0;
+  if (!leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
 #pragma unroll 1
   for (int64_t tile = blockIdx.x; tile < work.tiles(); tile += gridDim.x) {
     const auto place = work.aim(tile);
@@ -88,6 +94,10 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
         wgmma_commit();
         wgmma_wait<1>();  // the step before this one is done
         if (step > 0) release(previous);
+        if (leads && (step == Tile::kStages - 2 || step == place.steps - 1)) {
+          barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+          leads = false;
+        }
         previous = ring.slot;
         ring.advance();
       }
@@ -97,6 +107,7 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
       work.store(place, row, first, second, product, s_strip);
     }
   }
+  if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
 }
 
 // The body of a kernel.
@@ -105,6 +116,10 @@ __device__ __forceinline__ void run_warpgroup_tiles(const Work& work, const Prod
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  if (threadIdx.x == Tile::kThreads - 1) {
+    tma_prefetch_map(&maps.a);
+    tma_prefetch_map(&maps.b);
+  }
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < Tile::kStages; ++stage) {
       mbarrier_init(shared_address(&shared.full[stage]), 1);

@@ -6,7 +6,7 @@
 //   2. softmaxes it: the running maximum of each row, weights P_j = exp(S - maximum) to shared memory for both,
 //   3. each warpgroup adds P_j V_j to its half of O (64 x Ev / 2) in registers.
 // While one warpgroup is in its softmax the other one multiplies: warpgroup 0 does S_0 | softmax, P_0 V_0 | S_2 | softmax, P_1 V_1,
-// P_2 V_2 | ..., warpgroup 1 S_1 | softmax, P_0 V_0, P_1 V_1 | S_3 ... A third warpgroup's warps 0 and 1 load, one ring of 16 KB slots
+// P_2 V_2 | ..., warpgroup 1 S_1 | softmax, P_0 V_0, P_1 V_1 | S_3 ... A third warpgroup's threads load, one of them a ring of 16 KB slots
 // for each consumer, in the order in which it multiplies: 128 keys x 64 of E, or 32 keys x half of Ev.
 // Blocks of keys that a mask hides from all of the CTA's rows are left out.
 // Grid: one CTA per 64 rows of a group, row tiles of a group adjacent (they share keys and values in L2), causal: longest first.
@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
   if (threadIdx.x == Tile::kThreads - 1) {
+    tma_prefetch_map(&maps.query);
     tma_prefetch_map(&maps.key);
     tma_prefetch_map(&maps.value);
   }
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       mbarrier_init(shared_address(&shared.weights_free[consumer]), 4);
     }
     if (threadIdx.x == 0) {
-      mbarrier_init(shared_address(&shared.query_full), 64);
+      mbarrier_init(shared_address(&shared.query_full), 1);
       mbarrier_init(shared_address(&shared.query_empty), 4 * Tile::kConsumers);
     }
     mbarrier_fence_init();
@@ -59,10 +60,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     give_registers<Tile::kProducerRegisters>();
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
     const int warp = threadIdx.x / 32 % 4;
-    if (warp >= Tile::kConsumers) {
-      load_queries<Tile>(p, shared, tiles);
-    } else if (threadIdx.x % 32 == 0) {
+    if (threadIdx.x % 32 != 0) return;
+    if (warp < Tile::kConsumers) {
       FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(tiles);
+    } else if (warp == Tile::kConsumers) {
+      load_queries<Tile>(p, maps, shared, tiles);
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();

@@ -8,16 +8,21 @@
 namespace attention_ext {
 
 inline int64_t fused_tiles(const ForwardParams& params, int64_t share_columns) {
-  return params.N / params.key.group * ceil_div(params.L * params.key.group, kFusedRows) * ceil_div(params.Ev, share_columns);
+  return params.N / params.key.group * ceil_div(params.L * params.key.group, fused_tile_rows(params.key.group)) *
+         ceil_div(params.Ev, share_columns);
 }
 
-// Half types, no empty dim, E up to `E_limit`, operands that the copy engine takes, key and value with the same heads.
+// Half types, no empty dim, E up to `E_limit`, operands that the copy engine takes, key and value with the same heads, groups of up to
+// 64 query heads.
 inline bool fused_forward_takes(const ForwardParams& params, int64_t E_limit) {
   const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
   const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
-  return half_type && not_empty && params.E <= E_limit && params.query.vector && params.key.group == params.value.group &&
-         params.L * params.key.group < (int64_t{1} << 31) - 1024 && params.N < int64_t{1} << 31 &&
-         fused_tiles(params, 128) < int64_t{1} << 31 && tensor_map_takes(params.batch, params.key, params.S) &&
+  const int group = params.key.group;
+  const bool groups = group == params.value.group && group <= kFusedRows &&
+                      (group == 1 || (params.batch.count <= 2 && params.query.batch_stride[params.batch.count - 1] > 0));
+  return half_type && not_empty && params.E <= E_limit && groups && params.L * group < (int64_t{1} << 31) - 1024 &&
+         params.N < int64_t{1} << 31 && fused_tiles(params, 128) < int64_t{1} << 31 &&
+         tensor_map_takes(params.batch, params.query, params.L) && tensor_map_takes(params.batch, params.key, params.S) &&
          tensor_map_takes(params.batch, params.value, params.S);
 }
 
@@ -28,7 +33,13 @@ constexpr int64_t kShortKeys = 1024;
 template <class Tile, bool kGeneral>
 cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   FusedMaps maps;
-  cudaError_t status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
+  const int group = params.key.group;
+  cudaError_t status =
+      group == 1
+          ? make_tensor_map(maps.query, params.type, params.batch, params.query, params.L, params.E, Tile::kM)
+          : make_group_map(maps.query, params.type, params.batch, params.query, group, params.L, params.E, Tile::kM / group);
+  if (status != cudaSuccess) return status;
+  status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
   if (status != cudaSuccess) return status;
   status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kValueKeys);
   if (status != cudaSuccess) return status;

@@ -32,6 +32,9 @@ constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read 
 // Blocks of keys whose visibility under a mask a CTA looks up in advance; blocks behind are taken for visible.
 constexpr int kTrackedBlocks = 2048;
 
+// Rows of a tile: whole queries of all heads of the group, which is how the copy engine brings them. At most 64 heads.
+constexpr __host__ __device__ int fused_tile_rows(int group) { return kFusedRows / group * group; }
+
 // One tile of work. It stays in shared memory, as registers are scarce.
 struct FusedWork {
   uint32_t n_group;  // number of the group; its first query head is flat batch index n_group * group
@@ -46,14 +49,15 @@ struct FusedWork {
   __device__ __forceinline__ void init(const ForwardParams& p, uint32_t flat_tile, int share_columns) {
     const int shares = (static_cast<int>(p.Ev) + share_columns - 1) / share_columns;
     group = p.key.group;
-    const int m_tiles = (static_cast<int>(p.L) * group + kFusedRows - 1) / kFusedRows;
+    const int tile_rows = fused_tile_rows(group);
+    const int m_tiles = (static_cast<int>(p.L) * group + tile_rows - 1) / tile_rows;
     first_column = flat_tile % shares * share_columns;
     flat_tile /= shares;
     n_group = flat_tile / m_tiles;
     int tile = flat_tile % m_tiles;
     if (p.causal) tile = m_tiles - 1 - tile;
-    first_row = tile * kFusedRows;
-    rows = min(static_cast<int>(p.L) * group - first_row, kFusedRows);
+    first_row = tile * tile_rows;
+    rows = min(static_cast<int>(p.L) * group - first_row, tile_rows);
     keys = open_keys = static_cast<int>(p.S);
     if (p.causal) {
       keys = min(keys, query_of(rows - 1) + 1);
@@ -97,15 +101,15 @@ struct FusedTile {
     alignas(1024) T query[kQuerySteps][kM * kStep];
     alignas(1024) T weights[kConsumers][kN / kStep][kM * kStep];
     alignas(1024) T ring[kConsumers][kSlots][kN * kStep];
-    FusedWork work[2 * kConsumers + 2];  // of each consumer, of each ring's producer, of each warp that loads queries
-    TensorPosition key[kConsumers], value[kConsumers];  // of each ring's next boxes
+    FusedWork work[2 * kConsumers + 1];                 // of each consumer, of each ring's producer, of the query's
+    TensorPosition key[kConsumers], value[kConsumers];  // each ring's matrices in the maps
     float reference[kConsumers][kM];                    // that a block's weights are relative to
     float factor[kConsumers][kM];                       // from the reference before to this one
     float sum[kConsumers][kM];
     int64_t mask_row[kM];                   // offset of the mask's row, where there is a mask
     uint32_t visible[kTrackedBlocks / 32];  // a bit per block of keys, where there is a mask
-    uint64_t query_full;                    // the 64 threads that load it arrive; the consumers wait
-    uint64_t query_empty;                   // the consumers' 8 warps arrive; the threads that load it wait
+    uint64_t query_full;                    // the copy engine arrives with the query's bytes; the consumers wait
+    uint64_t query_empty;                   // the consumers' 8 warps arrive; the query's producer waits
     uint64_t full[kConsumers][kSlots];      // a ring's slot: the copy engine arrives with its bytes; its warpgroup waits
     uint64_t empty[kConsumers][kSlots];     // the warpgroup's 4 warps arrive; the ring's producer waits
     uint64_t weights_ready[kConsumers];     // 4 warps of the warpgroup that made them arrive; both warpgroups wait

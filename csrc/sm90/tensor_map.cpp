@@ -21,6 +21,18 @@ decltype(&cuTensorMapEncodeTiled) encoder() {
 
 constexpr int kRank = 5, kMatrixDims = 2;
 
+cudaError_t encode(CUtensorMap& map, DataType type, void* data, const cuuint64_t* sizes, const cuuint64_t* strides,
+                   const cuuint32_t* box) {
+  if (encoder() == nullptr) return cudaErrorNotSupported;
+  const CUtensorMapDataType element =
+      type == DataType::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint32_t steps[kRank] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encoder()(&map, element, kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 }  // namespace
 
 bool tensor_map_takes(const BatchDims& batch, const MatrixView& view, int64_t rows) {
@@ -47,13 +59,24 @@ cudaError_t make_tensor_map(CUtensorMap& map, DataType type, const BatchDims& ba
     sizes[dim] = static_cast<uint64_t>(batch.size[batch_dim] / group);
     strides[dim - 1] = static_cast<uint64_t>(view.batch_stride[batch_dim]) * element;
   }
-  const cuuint32_t box[kRank] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1}, steps[kRank] = {1, 1, 1, 1, 1};
-  if (encoder() == nullptr) return cudaErrorNotSupported;
-  const CUresult result =
-      encoder()(&map, type == DataType::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank,
-                view.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  const cuuint32_t box[kRank] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  return encode(map, type, view.data, sizes, strides, box);
+}
+
+cudaError_t make_group_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int group,
+                           int64_t rows, int64_t cols, int box_rows) {
+  const uint64_t element = static_cast<uint64_t>(element_bytes(type)), unused_stride = (cols * element + 15) / 16 * 16;
+  const auto bytes = [&](int64_t stride) { return stride > 0 ? static_cast<uint64_t>(stride) * element : unused_stride; };
+  const int heads = batch.count - 1;  // the dim
+  const bool leading = batch.count > 1 && view.batch_stride[0] > 0;
+  const cuuint64_t sizes[kRank] = {static_cast<uint64_t>(cols), static_cast<uint64_t>(group), static_cast<uint64_t>(rows),
+                                   static_cast<uint64_t>(batch.size[heads] / group),
+                                   leading ? static_cast<uint64_t>(batch.size[0]) : 1};
+  const cuuint64_t strides[kRank - 1] = {bytes(view.batch_stride[heads]), bytes(view.row_stride),
+                                         bytes(group * view.batch_stride[heads]),
+                                         leading ? bytes(view.batch_stride[0]) : unused_stride};
+  const cuuint32_t box[kRank] = {64, static_cast<cuuint32_t>(group), static_cast<cuuint32_t>(box_rows), 1, 1};
+  return encode(map, type, view.data, sizes, strides, box);
 }
 
 }  // namespace attention_ext
