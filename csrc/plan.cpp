@@ -42,19 +42,35 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   const int64_t rows = problem.B * problem.Hq * problem.L;
   const int64_t width = std::max(problem.E, problem.Ev);
   const bool not_empty = rows > 0 && problem.S > 0 && problem.E > 0 && problem.Ev > 0;
-  const bool hopper =
-      kHasHopperKernels && problem.capability == 90 && problem.element_size == 2 && not_empty && problem.tma_operands;
-  if (hopper && width <= 512) {
-    return {Kernel::kSm90_512, "a fused kernel for Hopper takes head dims up to 512", 0, false};
+  const auto workspace = [&](bool warpgroup_products) {
+    if (rows == 0) return int64_t{0};
+    return forward_slices(problem.B * problem.Hq, problem.L, problem.S, problem.Ev, problem.element_size, workspace_cap,
+                          warpgroup_products)
+        .bytes;
+  };
+  if (!kHasHopperKernels || problem.capability != 90 || problem.element_size != 2 || !not_empty || !problem.tma_operands) {
+    return {Kernel::kPipeline, "it takes every shape, dtype, mask and stride, and no faster kernel takes this problem",
+            workspace(false), false};
   }
-  const int64_t bytes =
-      rows == 0 ? 0 : forward_slices(problem.B * problem.Hq, problem.L, problem.S, problem.element_size, workspace_cap).bytes;
-  if (hopper) {
-    return {Kernel::kSm90Pipeline, "the pipeline runs its products by warpgroups on Hopper for head dims above 512", bytes,
-            false};
+  // What follows was measured on an H100 (docs/): a fused kernel has one CTA for every 64 query rows and 512 columns of values, which
+  // walks over all keys; the pipeline spreads over keys as well, but has three kernels and 128 rows a tile.
+  constexpr int64_t kProcessors = 132;
+  const int64_t group = problem.Hk > 0 ? problem.Hq / problem.Hk : 1;
+  const int64_t row_tiles = problem.B * problem.Hk * ((problem.L * group + 63) / 64),
+                tiles = row_tiles * ((problem.Ev + 511) / 512);
+  const bool few = 2 * tiles <= kProcessors;
+  const bool measured_faster = width > 256 && problem.S >= 256;  // than PyTorch's own: bench/results
+  if (width <= 512 && !(few && problem.S >= 2048)) {
+    return {Kernel::kSm90_512, "a fused kernel for Hopper takes head dims up to 512", 0, measured_faster};
   }
-  return {Kernel::kPipeline, "it takes every shape, dtype, mask and stride, and no faster kernel takes this problem", bytes,
-          false};
+  const bool short_keys = problem.S <= 512, short_rows = problem.L * group <= 64 && !few;
+  if (width > 512 && problem.E <= 1024 && tiles <= kProcessors && (short_keys || short_rows)) {
+    return {Kernel::kSm90_1024, "a fused kernel for Hopper takes short problems of head dims up to 1024", 0, measured_faster};
+  }
+  return {Kernel::kSm90Pipeline,
+          width > 512 ? "on Hopper the pipeline has its products by warpgroups, for head dims above 512"
+                      : "on Hopper the pipeline by warpgroups spreads few query rows and many keys over the card",
+          workspace(true), measured_faster};
 }
 
 }  // namespace attention_ext

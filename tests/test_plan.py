@@ -22,12 +22,53 @@ def plan(
     return torch.ops.attention_ext.plan(sizes, element, mask, causal, False, capability, tma_operands, cap)
 
 
+def needs_hopper_kernels() -> None:
+    if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
+        pytest.skip("this build has no kernels for Hopper")
+
+
 def test_problem_97() -> None:
-    kernel, reason, workspace, preferred = plan([32, 32, 32, 512, 512, 1024, 1024])
+    kernel, reason, workspace, preferred = plan([32, 32, 32, 512, 512, 1024, 1024], capability=80)
     assert kernel == "pipeline"
     assert reason
     assert 0 < workspace <= CAP
     assert preferred is False
+    needs_hopper_kernels()
+    kernel, reason, workspace, preferred = plan([32, 32, 32, 512, 512, 1024, 1024])
+    assert kernel == "sm90_pipeline" and reason and 0 < workspace <= CAP and preferred
+
+
+def test_what_the_kernels_for_hopper_take() -> None:
+    needs_hopper_kernels()
+    shape = [1, 8, 2, 1024, 1024]
+    for E, Ev in ((257, 257), (512, 512), (64, 320), (512, 8), (64, 64)):
+        assert plan([*shape, E, Ev])[:3:2] == ("sm90_512", 0)
+        assert plan([*shape, E, Ev], mask="float", causal=False)[0] == "sm90_512"
+    for E, Ev in ((513, 512), (512, 520), (1024, 1024), (2000, 8)):
+        assert plan([*shape, E, Ev])[0] == "sm90_pipeline"
+    assert plan([*shape, 512, 512], capability=80)[0] == "pipeline"
+    assert plan([*shape, 512, 512], capability=100)[0] == "pipeline"
+    assert plan([*shape, 512, 512], element=4)[0] == "pipeline"
+    assert plan([*shape, 512, 512], tma_operands=False)[0] == "pipeline"
+    assert plan([1, 8, 2, 1024, 0, 512, 512])[0] == "pipeline"
+    assert plan([*shape, 0, 512])[0] == "pipeline"
+
+
+def test_few_rows_and_short_keys() -> None:
+    """What takes over where a fused kernel has few CTAs, and above head dim 512 where problems are short."""
+    needs_hopper_kernels()
+    assert plan([1, 1, 1, 4096, 4096, 512, 512])[0] == "sm90_pipeline"
+    assert plan([1, 1, 1, 4096, 1024, 512, 512])[0] == "sm90_512"
+    assert plan([1, 1, 1, 16384, 16384, 512, 512])[0] == "sm90_512"
+    assert plan([1, 4, 4, 64, 64, 1024, 1024])[0] == "sm90_1024"
+    assert plan([1, 4, 4, 64, 4096, 1024, 1024])[0] == "sm90_pipeline"
+
+
+def test_preferred_is_what_was_measured_faster() -> None:
+    needs_hopper_kernels()
+    assert plan([1, 8, 8, 1024, 1024, 512, 512])[3] and plan([1, 8, 8, 1024, 1024, 1024, 1024])[3]
+    assert not plan([1, 8, 8, 1024, 64, 512, 512])[3] and not plan([1, 8, 8, 1024, 1024, 256, 256])[3]
+    assert not plan([1, 8, 8, 1024, 1024, 512, 512], capability=80)[3]
 
 
 @pytest.mark.parametrize("cap", [0, 1 << 16, 1 << 20, CAP])
@@ -52,9 +93,10 @@ def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
     for _ in range(300):
         B, H, L, S = (random.choice([1, 2, 3, 8, 100, 1000, 4096, 100_000]) for _ in range(4))
         element = random.choice([2, 4, 8])
-        workspace = plan([B, H, H, L, S, 64, 64], element, cap=cap)[2]
         row = 2 * (S + 8) * max(element, 4) + 2048
-        assert 0 < workspace <= max(cap, row)
+        for capability, E in ((80, 64), (90, 600)):
+            workspace = plan([B, H, H, L, S, E, E], element, cap=cap, capability=capability)[2]
+            assert 0 < workspace <= max(cap, row) or (workspace == 0 and E == 600)
 
 
 def test_nothing_to_do_takes_no_workspace() -> None:

@@ -11,7 +11,8 @@ static_assert(kSegment == kSegmentKeys && sizeof(SegmentStatistics) == kSegmentB
               "kernels and workspace agree on segments");
 
 ForwardSlices plan_forward(const ForwardParams& params) {
-  return forward_slices(params.N, params.L, params.S, element_bytes(params.type), params.workspace_bytes);
+  return forward_slices(params.N, params.L, params.S, params.Ev, element_bytes(params.type), params.workspace_bytes,
+                        params.warpgroup_products);
 }
 
 // Stages 1 and 2: leaves weights and row sums in the workspace.
@@ -19,7 +20,10 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
                          const MatrixView& row_sum, cudaStream_t stream) {
   char* workspace = static_cast<char*>(params.workspace);
   const bool by_segments = plan.segments > 0;
-  const MatrixView statistics = slice_view(workspace + plan.statistics_at, plan.rows, plan.segments, false);
+  // Of one segment of all rows after another: rows that are written together lie together.
+  MatrixView statistics = slice_view(workspace + plan.statistics_at, plan.rows, plan.segments, false);
+  statistics.row_stride = 1;
+  statistics.col_stride = plan.rows;
 
   QkScoresParams qk = {};
   qk.batch = params.batch;
@@ -45,6 +49,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
     softmax.slice = slice;
     softmax.weights = weights;
     softmax.statistics = statistics;
+    softmax.overlaps = params.warpgroup_products;
     softmax.row_sum = row_sum;
     softmax.lse = params.lse;
     softmax.dropout = params.dropout;

@@ -44,11 +44,12 @@ class FusedConsumer {
       query_parity ^= 1;
       const int other = 1 - consumer_;
       BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
-      if (walk.done()) release_query();
+      // A vote, of threads that agree: the compiler then keeps addresses in uniform registers, where it would not know they are.
+      if (__any_sync(0xffffffffu, walk.done())) release_query();
 #pragma unroll 1
       for (; !walk.done(); walk.advance()) {
         multiply_query_key();
-        if (walk.at_last()) release_query();
+        if (__any_sync(0xffffffffu, walk.at_last())) release_query();
         if (walk.ordinal() > 0) wait_weights(other);
         softmax(walk.block(), walk.ordinal());
         if (walk.ordinal() > 0) add_weighted_values(walk.previous(), other);

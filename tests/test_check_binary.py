@@ -1,0 +1,74 @@
+"""scripts/check_binary.py on made-up code: what it must find, and what it must let pass."""
+
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "check_binary.py"
+HALF = ("6__half", "13__nv_bfloat16")
+GOOD = "        /*0010*/  UTMALDG.5D [UR8], [UR4] ;\n        /*0020*/  HGMMA.64x128x16.F32 R24, gdesc[UR4], R24 ;\n"
+STUB = "        /*0000*/  EXIT ;\n"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    loader = SourceFileLoader("scripts_check_binary", str(SCRIPT))
+    spec = spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def names() -> list[str]:
+    fused = [f"_Z20fused_forward_kernelI9FusedTileI{t}Li{w}EEELb{g}EEvj" for t in HALF for w in (128, 512) for g in (0, 1)]
+    return fused + [
+        f"_Z{kernel}I13WarpgroupTileI{t}Lb0EEEEv" for kernel in ("product_scores_kernel", "product_values_kernel") for t in HALF
+    ]
+
+
+def dump(codes: dict[str, str], arch: str) -> str:
+    return f"\n\tcode for {arch}\n\t.target\t{arch}\n" + "".join(f"\n\t\tFunction : {name}\n{code}" for name, code in codes.items())
+
+
+def findings_of(script: ModuleType, changes: dict[str, str | None]) -> list[str]:
+    codes: dict[str, str] = {}
+    for name in names():
+        code = changes.get(name, GOOD)
+        if code is not None:
+            codes[name] = code
+    sass = dump(dict.fromkeys(names(), STUB), "sm_80") + dump(codes, "sm_90a")
+    findings: list[str] = []
+    script.check_warpgroup_products(script.functions_of(sass), findings)
+    return findings
+
+
+def test_stubs_of_other_cards_pass(script):
+    assert findings_of(script, {}) == []
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        (None, "no code for sm_90a"),
+        (STUB, "no HGMMA"),
+        (GOOD.replace("HGMMA", "HMMA"), "no HGMMA"),
+        (GOOD.replace("UTMALDG", "LDGSTS"), "no UTMALDG"),
+        (GOOD + "        /*0030*/  STL [R1], R2 ;\n", "local memory"),
+    ],
+)
+def test_every_kernel_is_looked_at(script, name, code, found):
+    findings = findings_of(script, {name: code})
+    assert findings and all(found in finding or code is STUB for finding in findings)
+    assert any(found in finding for finding in findings)
+
+
+def test_a_library_without_the_kernels(script):
+    findings: list[str] = []
+    script.check_warpgroup_products(script.functions_of(dump({"_Zother": STUB}, "sm_80")), findings)
+    assert any("fused_forward_kernel is missing" in finding for finding in findings)
+    assert sum("product_" in finding for finding in findings) == 4
