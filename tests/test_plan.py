@@ -72,22 +72,6 @@ def test_preferred_is_what_was_measured_faster() -> None:
 
 
 @pytest.mark.parametrize("cap", [0, 1 << 16, 1 << 20, CAP])
-def test_hopper_has_a_fused_kernel_for_head_dims_from_257_to_512() -> None:
-    if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
-        pytest.skip("this build has no kernels for Hopper")
-    shape = [1, 8, 2, 1024, 1024]
-    for E, Ev in ((257, 257), (512, 512), (64, 320), (512, 8)):
-        assert plan([*shape, E, Ev])[0] == "sm90_512"
-        assert plan([*shape, E, Ev], mask="float", causal=False)[2] == 0
-    for E, Ev in ((256, 256), (513, 512), (512, 520), (1024, 1024), (0, 512)):
-        assert plan([*shape, E, Ev])[0] == "pipeline"
-    assert plan([*shape, 512, 512], capability=80)[0] == "pipeline"
-    assert plan([*shape, 512, 512], capability=100)[0] == "pipeline"
-    assert plan([*shape, 512, 512], element=4)[0] == "pipeline"
-    assert plan([*shape, 512, 512], tma_operands=False)[0] == "pipeline"
-    assert plan([1, 8, 2, 1024, 0, 512, 512])[0] == "pipeline"
-
-
 def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
     random.seed(0)
     for _ in range(300):
