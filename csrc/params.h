@@ -110,7 +110,6 @@ struct SegmentSoftmaxParams {
   Slice slice;
   MatrixView weights;     // slice (batch_count, row_count, col_count), half type
   MatrixView statistics;  // slice (batch_count, row_count, segments) of SegmentStatistics
-  bool overlaps;          // with the kernels before and behind it, on Hopper
   MatrixView row_sum;     // slice (batch_count, row_count), float, column unused
   MatrixView lse;         // (N, L), float, column unused
   Dropout dropout;

@@ -15,6 +15,10 @@ import zipfile
 from pathlib import Path
 
 PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel")
+# Kernels that multiply by wgmma and load by the copy engine: code for sm_90a, empty bodies for other cards.
+WARPGROUP_PRODUCTS = ("product_scores_kernel", "product_values_kernel")
+FUSED = "fused_forward_kernel"
+WARPGROUP_ARCH = "sm_90a"
 HALF = ("__half", "__nv_bfloat16")
 GLIBC_FLOOR = (2, 34)
 
@@ -38,6 +42,51 @@ def output(*command: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def functions_of(sass: str) -> list[tuple[str, str, str]]:
+    """(architecture, mangled name, code) of every function that cuobjdump shows."""
+    found = []
+    sections = re.split(r"^\s*code for (sm_\w+)\s*$", sass, flags=re.MULTILINE)[1:]
+    for arch, section in zip(sections[::2], sections[1::2], strict=True):
+        for function in re.split(r"^\s*Function : ", section, flags=re.MULTILINE)[1:]:
+            name, code = function.split("\n", 1)
+            found.append((arch, name.strip(), code))
+    return found
+
+
+def check_code(arch: str, name: str, code: str, instructions: tuple[str, ...], findings: list[str]) -> None:
+    for instruction in instructions:
+        if not re.search(rf"\b{instruction}\b", code):
+            findings.append(f"{name} for {arch}: no {instruction} in its code")
+    if re.search(r"\b(LDL|STL)\b", code):
+        findings.append(f"{name} for {arch}: reads or writes local memory")
+
+
+def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
+    """The products by wmma, for every architecture."""
+    for product in PRODUCTS:
+        for dtype in HALF:
+            chosen = [function for function in functions if product in function[1] and dtype in function[1]]
+            if not chosen:
+                findings.append(f"{product} of {dtype} is missing")
+            for arch, name, code in chosen:
+                check_code(arch, name, code, ("HMMA", "LDSM", "LDGSTS"), findings)
+
+
+def check_warpgroup_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
+    """The products by wgmma, of both half types; the fused forward in every head-dim class that is named, with and without mask."""
+    classes = sorted({int(found) for _, name, _ in functions if FUSED in name for found in re.findall(r"Li(\d+)EEELb[01]E", name)})
+    if not classes:
+        findings.append(f"{FUSED} is missing")
+    wanted = [(product, dtype) for product in WARPGROUP_PRODUCTS for dtype in HALF]
+    wanted += [(FUSED, f"{dtype}Li{width}EEELb{general}E") for dtype in HALF for width in classes for general in (0, 1)]
+    for kernel, argument in wanted:
+        chosen = [(name, code) for arch, name, code in functions if arch == WARPGROUP_ARCH and kernel in name and argument in name]
+        if not chosen:
+            findings.append(f"{kernel} of {argument} has no code for {WARPGROUP_ARCH}")
+        for name, code in chosen:
+            check_code(WARPGROUP_ARCH, name, code, ("HGMMA", "UTMALDG"), findings)
+
+
 def check(library: Path, findings: list[str]) -> None:
     tool = cuobjdump()
     usage = output(tool, "--dump-resource-usage", str(library))
@@ -51,19 +100,9 @@ def check(library: Path, findings: list[str]) -> None:
             findings.append(f"{name}: {registers} registers")
 
     sass = output(tool, "--dump-sass", str(library))
-    bodies = re.split(r"\n\s*Function : ", sass)[1:]
-    for product in PRODUCTS:
-        for dtype in HALF:
-            chosen = [body for body in bodies if product in body.split("\n", 1)[0] and dtype in body.split("\n", 1)[0]]
-            if not chosen:
-                findings.append(f"{product} of {dtype} is missing")
-            for body in chosen:
-                name = body.split("\n", 1)[0]
-                for instruction in ("HMMA", "LDSM", "LDGSTS"):
-                    if not re.search(rf"\b{instruction}\b", body):
-                        findings.append(f"{name}: no {instruction} in its code")
-                if re.search(r"\b(LDL|STL)\b", body):
-                    findings.append(f"{name}: reads or writes local memory")
+    functions = functions_of(sass)
+    check_products(functions, findings)
+    check_warpgroup_products(functions, findings)
     archs = set(re.findall(r"arch = (sm_\w+)", output(tool, "--list-elf", str(library)) + sass))
     ptx = output(tool, "--list-ptx", str(library))
     if "sm_80" not in ptx:

@@ -13,7 +13,6 @@
 #pragma once
 
 #include "../device/cp_async.cuh"
-#include "../device/launch.cuh"
 #include "../device/mbarrier.cuh"
 #include "../device/tma.cuh"
 #include "../device/warpgroup.cuh"
@@ -129,8 +128,6 @@ __device__ __forceinline__ void run_warpgroup_tiles(const Work& work, const Prod
     mbarrier_fence_init();
   }
   __syncthreads();
-  let_next_kernel_start();
-  wait_for_previous_kernel();
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::kProducerRegisters>();
     if (threadIdx.x % 128 == 0) load_tiles<Tile>(work, maps, shared);
@@ -153,8 +150,9 @@ cudaError_t launch_warpgroup_tiles(void (*kernel)(Params, ProductMaps), const Pa
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   }
   if (status != cudaSuccess) return status;
-  return launch_overlapping(kernel, static_cast<unsigned>(tiles < processors ? tiles : processors), Tile::kThreads,
-                            kSharedBytes, stream, params, maps);
+  kernel<<<static_cast<unsigned>(tiles < processors ? tiles : processors), Tile::kThreads, kSharedBytes, stream>>>(params,
+                                                                                                                   maps);
+  return cudaGetLastError();
 }
 
 }  // namespace attention_ext

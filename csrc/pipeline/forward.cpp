@@ -20,10 +20,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
                          const MatrixView& row_sum, cudaStream_t stream) {
   char* workspace = static_cast<char*>(params.workspace);
   const bool by_segments = plan.segments > 0;
-  // Of one segment of all rows after another: rows that are written together lie together.
-  MatrixView statistics = slice_view(workspace + plan.statistics_at, plan.rows, plan.segments, false);
-  statistics.row_stride = 1;
-  statistics.col_stride = plan.rows;
+  const MatrixView statistics = slice_view(workspace + plan.statistics_at, plan.rows, plan.segments, false);
 
   QkScoresParams qk = {};
   qk.batch = params.batch;
@@ -49,7 +46,6 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
     softmax.slice = slice;
     softmax.weights = weights;
     softmax.statistics = statistics;
-    softmax.overlaps = params.warpgroup_products;
     softmax.row_sum = row_sum;
     softmax.lse = params.lse;
     softmax.dropout = params.dropout;

@@ -143,8 +143,7 @@ struct ScoresWork {
       if (lane % 2 == 0 && row < at.rows && strip_col < at.cols) {
         static_cast<SegmentStatistics*>(
             p.statistics.data)[at.slice_index * p.statistics.slice_stride + (at.slice_row + row) * p.statistics.row_stride +
-                               (at.slice_col + strip_col) / kSegment * p.statistics.col_stride] = {stored_reference, sum,
-                                                                                                   rounded_sum};
+                               (at.slice_col + strip_col) / kSegment] = {stored_reference, sum, rounded_sum};
       }
       __syncwarp();  // the exponentials are there
 #pragma unroll

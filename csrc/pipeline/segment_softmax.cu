@@ -8,7 +8,6 @@
 // Grid: one CTA of 256 threads per 32 rows of up to 1024 keys (8 lanes a row), 8 rows of up to 4096 (a warp a row), or one row.
 // Shared memory: 96 bytes.
 #include "../device/batch.cuh"
-#include "../device/launch.cuh"
 #include "../device/random.cuh"
 #include "../device/types.cuh"
 #include "../gemm/tile.cuh"
@@ -51,7 +50,6 @@ template <class Tile, bool kDropout>
 __device__ __forceinline__ void rescale_row(const SegmentSoftmaxParams& p, const SegmentStatistics* g_statistics, int segments,
                                             float row_reference, int64_t n, int row, int filled, typename Tile::T* g_row) {
   using T = typename Tile::T;
-  const int64_t col_stride = p.statistics.col_stride;
   struct alignas(16) Chunk {
     T value[Tile::kChunk];
   };
@@ -60,8 +58,7 @@ __device__ __forceinline__ void rescale_row(const SegmentSoftmaxParams& p, const
   for (int col = threadIdx.x % Tile::kThreadsPerRow * Tile::kChunk; col < filled; col += Tile::kThreadsPerRow * Tile::kChunk) {
     const int segment = col / kSegment;
     // Behind `segments` lie zeros that stage 1 wrote for a tile on the diagonal.
-    const float factor =
-        segment < segments ? rescale_factor<T>(g_statistics[segment * col_stride].reference, row_reference) : 1.0f;
+    const float factor = segment < segments ? rescale_factor<T>(g_statistics[segment].reference, row_reference) : 1.0f;
     if (factor == 1.0f && !kDropout) continue;
     Chunk chunk = *reinterpret_cast<const Chunk*>(g_row + col);
 #pragma unroll
@@ -82,8 +79,6 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
     segment_softmax_kernel(const __grid_constant__ SegmentSoftmaxParams p, int row_tile, int64_t first_row) {
   using T = typename Tile::T;
   __shared__ float s_partial[3][kSoftmaxThreads / 32];
-  let_next_kernel_start();
-  wait_for_previous_kernel();
 
   const int64_t flat_row =
       first_row + static_cast<int64_t>(blockIdx.x) * Tile::kRowsPerCta + threadIdx.x / Tile::kThreadsPerRow;
@@ -100,15 +95,13 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
   const auto* g_statistics = static_cast<const SegmentStatistics*>(p.statistics.data) +
                              slice_index * p.statistics.slice_stride + slice_row * p.statistics.row_stride;
 
-  const int64_t col_stride = p.statistics.col_stride;
-
   // Each thread's first segment is read once; most rows have no second one.
   SegmentStatistics first = {negative_infinity(0.0f), 0.0f, 0.0f};
-  if (thread < segments) first = g_statistics[thread * col_stride];
+  if (thread < segments) first = g_statistics[thread];
   float max = first.reference;
 #pragma unroll 1
   for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
-    max = maximum(max, g_statistics[segment * col_stride].reference);
+    max = maximum(max, g_statistics[segment].reference);
   }
   max = reduce_row<Tile, Maximum>(max, s_partial[0]);
   const float reference = max == negative_infinity(0.0f) ? 0.0f : max;  // so that -inf - -inf never arises
@@ -118,7 +111,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
   bool rescale = factor != 1.0f;
 #pragma unroll 1
   for (int segment = thread + Tile::kThreadsPerRow; segment < segments; segment += Tile::kThreadsPerRow) {
-    const SegmentStatistics other = g_statistics[segment * col_stride];
+    const SegmentStatistics other = g_statistics[segment];
     const float other_factor = rescale_factor<T>(other.reference, reference);
     sum += other.sum * other_factor;
     rounded_sum += other.rounded_sum * other_factor;
@@ -150,11 +143,9 @@ cudaError_t launch_tile(const SegmentSoftmaxParams& params, cudaStream_t stream)
   const int64_t rows = params.slice.batch_count * params.slice.row_count;
   for (int64_t first = 0; first < rows; first += kMaxBlocks * Tile::kRowsPerCta) {
     const int64_t blocks = ceil_div(rows - first, Tile::kRowsPerCta);
-    const unsigned grid = static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
-    const cudaError_t status =
-        params.overlaps
-            ? launch_overlapping(kernel, grid, kSoftmaxThreads, 0, stream, params, RowsByCols<typename Tile::T>::kM, first)
-            : launch_in_order(kernel, grid, kSoftmaxThreads, 0, stream, params, RowsByCols<typename Tile::T>::kM, first);
+    kernel<<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kSoftmaxThreads, 0, stream>>>(
+        params, RowsByCols<typename Tile::T>::kM, first);
+    const cudaError_t status = cudaGetLastError();
     if (status != cudaSuccess) return status;
   }
   return cudaSuccess;

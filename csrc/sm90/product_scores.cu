@@ -62,9 +62,9 @@ struct ProductScoresWork {
         kPlain || p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
     T* g_out = static_cast<T*>(p.out.data) + at.slice_index * p.out.slice_stride +
                (at.slice_row + warp_row) * p.out.row_stride + at.slice_col;
-    SegmentStatistics* g_statistics =
-        static_cast<SegmentStatistics*>(p.statistics.data) + at.slice_index * p.statistics.slice_stride +
-        (at.slice_row + row) * p.statistics.row_stride + at.slice_col / kSegment * p.statistics.col_stride;
+    SegmentStatistics* g_statistics = static_cast<SegmentStatistics*>(p.statistics.data) +
+                                      at.slice_index * p.statistics.slice_stride +
+                                      (at.slice_row + row) * p.statistics.row_stride + at.slice_col / kSegment;
 #pragma unroll
     for (int segment = 0; segment < Tile::kN / kSegment; ++segment) {
       const int first_col = segment * kSegment;
@@ -111,7 +111,7 @@ struct ProductScoresWork {
         rounded_sum += __shfl_xor_sync(0xffffffffu, rounded_sum, 1);
         rounded_sum += __shfl_xor_sync(0xffffffffu, rounded_sum, 2);
         if (lane % 4 == 0 && (kPlain || row + 8 * half < at.rows)) {
-          g_statistics[8 * half * p.statistics.row_stride + segment * p.statistics.col_stride] = {reference, sum, rounded_sum};
+          g_statistics[8 * half * p.statistics.row_stride + segment] = {reference, sum, rounded_sum};
         }
       }
       for_each_chunk<T>(x, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
