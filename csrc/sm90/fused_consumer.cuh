@@ -102,11 +102,14 @@ class FusedConsumer {
 #pragma unroll
     for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
     sum_[0] = sum_[1] = 0.0f;
-    if constexpr (kGeneral) {  // the same numbers from every thread of a row, and from both warpgroups
+    if constexpr (kGeneral) {
+      if (consumer_ == 0 && threadIdx.x % 4 == 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        shared_.mask_row[row_ + 8 * half] = work_.offset_of_row(p_.batch, p_.mask, row_ + 8 * half);
+        for (int half = 0; half < 2; ++half) {
+          shared_.mask_row[row_ + 8 * half] = work_.offset_of_row(p_.batch, p_.mask, row_ + 8 * half);
+        }
       }
+      barrier_sync(kBarrierConsumers, 128 * Tile::kConsumers);  // both warpgroups have the rows
     }
   }
 
@@ -201,16 +204,16 @@ class FusedConsumer {
       __syncwarp();  // the warp's weights are there
       if (p_.dropout.seed != nullptr) drop(block, s_weights);
     }
+    fence_async_proxy();
+    __syncwarp();  // the warp's weights are there
     if (lane % 4 == 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         shared_.reference[consumer_][row_ + 8 * half] = reference[half];
         shared_.factor[consumer_][row_ + 8 * half] = factor[half];
       }
+      mbarrier_arrive(shared_address(&shared_.weights_ready[consumer_]));
     }
-    fence_async_proxy();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(&shared_.weights_ready[consumer_]));
   }
 
   // out_ = factor * out_ + P V of a block whose weights are ready, with the values next in the ring.
@@ -243,7 +246,7 @@ class FusedConsumer {
     pin_registers(out_);
     release(previous);
     weights_parity_ ^= 1 << owner;
-    if (owner != consumer_ && threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.weights_free[owner]));
+    if (owner != consumer_) mbarrier_arrive(shared_address(&shared_.weights_free[owner]));
   }
 
   __device__ __forceinline__ void add_mask(int first_key) {

@@ -36,8 +36,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     mbarrier_init(shared_address(&shared.full[consumer][slot]), 1);
     mbarrier_init(shared_address(&shared.empty[consumer][slot]), 4);
     if (slot == 0) {
-      mbarrier_init(shared_address(&shared.weights_ready[consumer]), 4);
-      mbarrier_init(shared_address(&shared.weights_free[consumer]), 4);
+      mbarrier_init(shared_address(&shared.weights_ready[consumer]), 32);
+      mbarrier_init(shared_address(&shared.weights_free[consumer]), 128);
     }
     if (threadIdx.x == 0) {
       mbarrier_init(shared_address(&shared.query_full), 1);

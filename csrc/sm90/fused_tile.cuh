@@ -112,8 +112,8 @@ struct FusedTile {
     uint64_t query_empty;                   // the consumers' 8 warps arrive; the query's producer waits
     uint64_t full[kConsumers][kSlots];      // a ring's slot: the copy engine arrives with its bytes; its warpgroup waits
     uint64_t empty[kConsumers][kSlots];     // the warpgroup's 4 warps arrive; the ring's producer waits
-    uint64_t weights_ready[kConsumers];     // 4 warps of the warpgroup that made them arrive; both warpgroups wait
-    uint64_t weights_free[kConsumers];      // 4 warps of the other warpgroup arrive; the one that makes them waits
+    uint64_t weights_ready[kConsumers];     // the 32 threads that write the rows' numbers arrive; both warpgroups wait
+    uint64_t weights_free[kConsumers];      // the other warpgroup's 128 threads arrive; the one that makes them waits
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
   static_assert(kValueSteps * kStep * kValueKeys <= kN * kStep, "a slot of values fits where one of keys does");
