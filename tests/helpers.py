@@ -82,7 +82,14 @@ def torch_own(inputs: list[Tensor | None], grad_out: Tensor | None, want: Tensor
 
     # Fresh copies where memory is not aligned: PyTorch's CUDA kernels take such operands for aligned ones, which ends in an error
     # that no later call of the process survives.
-    inputs = [t if t is None or t.data_ptr() % 16 == 0 else t.detach().clone() for t in inputs]
+    # Dense copies where rows overlap as well.
+    def own(t: Tensor | None) -> Tensor | None:
+        if t is None or not t.is_cuda:
+            return t if t is None or t.data_ptr() % 16 == 0 else t.detach().clone()
+        apart = t.dim() < 2 or t.size(-2) <= 1 or t.stride(-2) >= t.size(-1) or t.stride(-1) != 1
+        return t if t.data_ptr() % 16 == 0 and apart else t.detach().contiguous().clone()
+
+    inputs = [own(t) for t in inputs]
     # The same goes for its fused CUDA kernels with masks whose rows are not on 16-byte boundaries: there it gets the same problem
     # with the mask expanded and the keys padded to a multiple of 16 by masked ones.
     masked_on_cuda = len(inputs) > 3 and inputs[3] is not None and inputs[0].is_cuda
