@@ -52,6 +52,11 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
     return {Kernel::kPipeline, "it takes every shape, dtype, mask and stride, and no faster kernel takes this problem",
             workspace(false), false};
   }
+  // wgmma truncates as it adds: over more keys than this the error of one long sum exceeds half precision's own (S = 5,000,011: 4 %).
+  constexpr int64_t kMostKeys = int64_t{1} << 18;
+  if (problem.S > kMostKeys) {
+    return {Kernel::kPipeline, "the kernels for Hopper lose precision beyond 262144 keys", workspace(false), false};
+  }
   // What follows was measured on an H100 (docs/): a fused kernel has one CTA for every 64 query rows and 512 columns of values, which
   // walks over all keys; the pipeline spreads over keys as well, but has three kernels and 128 rows a tile.
   constexpr int64_t kProcessors = 132;

@@ -49,6 +49,8 @@ def gpu_table(record: dict[str, Any]) -> list[str]:
         + ", ".join(f"{tool} {'clean' if result['clean'] else 'NOT clean'}" for tool, result in tools.items())
         + ".",
     ]
+    if not record["sound"]:
+        lines += ["", "This run was not sound: the record lists what failed."]
     return lines + paragraphs(record)
 
 

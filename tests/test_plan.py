@@ -52,6 +52,8 @@ def test_what_the_kernels_for_hopper_take() -> None:
     assert plan([*shape, 512, 512], tma_operands=False)[0] == "pipeline"
     assert plan([1, 8, 2, 1024, 0, 512, 512])[0] == "pipeline"
     assert plan([*shape, 0, 512])[0] == "pipeline"
+    assert plan([1, 8, 2, 1024, 1 << 18, 512, 512])[0] == "sm90_512"
+    assert plan([1, 8, 2, 1024, (1 << 18) + 1, 512, 512])[0] == "pipeline"
 
 
 def test_few_rows_and_short_keys() -> None:

@@ -71,13 +71,10 @@ class FusedConsumer {
   static constexpr int kScores = Tile::kN / 2;
   static constexpr float kLog2E = 1.4426950408889634f;
 
-  // e^(x * unit - subtract), both in the units of the references.
-  static __device__ __forceinline__ float exponential(float x, float unit, float subtract) {
-    if constexpr (kGeneral) {
-      return exp_difference<T>(x, subtract);
-    } else {
-      return exp2_approx(fmaf(x, unit, -subtract));
-    }
+  // 2^((x - reference) * unit). The difference comes first: where the two are equal it is 0 however large they are, which the fused
+  // multiply-add x * unit - reference * unit is not.
+  static __device__ __forceinline__ float exponential(float x, float reference, float unit) {
+    return exp2_approx((x - reference) * unit);
   }
   // Until the weights of `owner`'s next block that this warpgroup has not multiplied are in shared memory.
   __device__ __forceinline__ void wait_weights(int owner) const {
@@ -139,10 +136,10 @@ class FusedConsumer {
   }
 
   // scores_ -> weights of this block in shared memory, with the rows' reference and the factor that takes O to it.
-  // Without a mask, scores stay unscaled until scale * log2(e) goes into the exponent: references are then in units of log(2).
+  // Without a mask, scores and references stay unscaled: the scale goes into the exponent's unit.
   __device__ __forceinline__ void softmax(int block, int ordinal) {
     const int first_key = block * Tile::kN + col_;
-    const float scale = static_cast<float>(p_.scale), unit = kGeneral ? 1.0f : scale * kLog2E;
+    const float scale = static_cast<float>(p_.scale), unit = kGeneral ? kLog2E : scale * kLog2E;
     if constexpr (kGeneral) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) scores_[i] *= scale;
@@ -174,15 +171,15 @@ class FusedConsumer {
         before = shared_.reference[1 - consumer_][row];
         factor_before = shared_.factor[1 - consumer_][row];
       }
-      reference[half] = maximum(max * unit, before);  // -inf where no key was visible so far; NaN is left to the weights
+      reference[half] = maximum(max, before);  // -inf where no key was visible so far; NaN is left to the weights
       const float subtract = reference[half] == negative_infinity(0.0f) ? 0.0f : reference[half];
-      factor[half] = before == reference[half] ? 1.0f : exponential(before, 1.0f, subtract);
+      factor[half] = before == reference[half] ? 1.0f : exponential(before, subtract, unit);
 
       float sum = 0.0f;
 #pragma unroll
       for (int i = 2 * half; i < kScores; i += 4) {
-        scores_[i] = exponential(scores_[i], unit, subtract);
-        scores_[i + 1] = exponential(scores_[i + 1], unit, subtract);
+        scores_[i] = exponential(scores_[i], subtract, unit);
+        scores_[i + 1] = exponential(scores_[i + 1], subtract, unit);
         sum += scores_[i] + scores_[i + 1];
       }
       sum_[half] = sum_[half] * (factor_before * factor[half]) + sum;
@@ -324,9 +321,9 @@ class FusedConsumer {
       row_factor[half] = sum_[half] == 0.0f ? 0.0f : keep_scale / sum_[half];
       if (consumer_ == 0 && work_.first_column == 0 && threadIdx.x % 4 == 0 && row < work_.rows) {
         static_cast<float*>(p_.lse.data)[work_.offset_of_row(p_.batch, p_.lse, row)] =
-            sum_[half] == 0.0f
-                ? negative_infinity(0.0f)
-                : shared_.reference[last_owner][row] * (kGeneral ? 1.0f : 1.0f / kLog2E) + natural_log(sum_[half]);
+            sum_[half] == 0.0f ? negative_infinity(0.0f)
+                               : shared_.reference[last_owner][row] * (kGeneral ? 1.0f : static_cast<float>(p_.scale)) +
+                                     natural_log(sum_[half]);
       }
     }
 
