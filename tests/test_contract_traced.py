@@ -141,7 +141,14 @@ class Both(torch.nn.Module):
         return sdpa(q, k, v, is_causal=True), *sdpa_with_lse(q, k, v, mask)
 
 
-def compile_ahead_of_time(device: str, package: str) -> None:
+class Plain(torch.nn.Module):
+    """No operator of this package: the control."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return ((q @ k.mT).masked_fill(~mask, 0.0) @ v,)
+
+
+def compile_ahead_of_time(model: type[torch.nn.Module], device: str, package: str) -> None:
     """With dynamic sizes, saved and loaded again."""
 
     def inputs(B: int, L: int, S: int) -> tuple[Tensor, ...]:
@@ -151,18 +158,26 @@ def compile_ahead_of_time(device: str, package: str) -> None:
 
     b, l, s = Dim("b", min=1, max=64), Dim("l", min=1, max=512), Dim("s", min=1, max=512)
     dynamic = ({0: b, 2: l}, {0: b, 2: s}, {0: b, 2: s}, {0: l, 1: s})
-    program = export(Both(), inputs(3, 9, 7), dynamic_shapes=dynamic)
+    program = export(model(), inputs(3, 9, 7), dynamic_shapes=dynamic)
     loaded = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=package))
     for sizes in ((3, 9, 7), (1, 1, 1), (5, 33, 64)):
         given = inputs(*sizes)
-        for got, want in zip(loaded(*given), Both()(*given), strict=True):
+        for got, want in zip(loaded(*given), model()(*given), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="AOTInductor needs a C++ compiler")
 def test_aot_inductor(device: str, tmp_path: Path) -> None:
     """In a process of its own: what goes wrong in loaded code takes the process with it."""
-    code = f"import test_contract_traced as t; t.compile_ahead_of_time({device!r}, {str(tmp_path / 'both.pt2')!r})"
-    paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+
+    def run_ahead(model: str) -> subprocess.CompletedProcess[str]:
+        code = (
+            f"import test_contract_traced as t; t.compile_ahead_of_time(t.{model}, {device!r}, {str(tmp_path / model)!r} + '.pt2')"
+        )
+        paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        return subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True)
+
+    done = run_ahead("Both")
+    if done.returncode < 0 and run_ahead("Plain").returncode < 0:
+        pytest.skip("AOTInductor ends in a signal here for a model without this package's operators, too")
     assert done.returncode == 0, done.stderr[-3000:]
