@@ -101,14 +101,17 @@ def _tma_takes(tensor: Tensor, rank: int) -> bool:
     return tensor.dim() <= rank and tensor.size(-1) > 1 and tensor.stride(-1) == 1 and rows_apart and aligned
 
 
+def _group(query: Tensor, other: Tensor, enable_gqa: bool) -> int:
+    """Query heads that share a head of key or value; one head that all of them share is broadcast, not grouped."""
+    return query.size(-3) // other.size(-3) if enable_gqa and other.size(-3) > 1 else 1
+
+
 def _tma_operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
     """The same for all three of a call; groups of query heads take one more dim, and 64 heads at most."""
-    if enable_gqa and key.size(-3) != value.size(-3):
+    group = _group(query, key, enable_gqa)
+    if group != _group(query, value, enable_gqa) or group > 64 or (group > 1 and query.stride(-3) <= 0):
         return False
-    grouped = enable_gqa and 1 < key.size(-3) < query.size(-3)
-    if grouped and (query.size(-3) // key.size(-3) > 64 or query.stride(-3) <= 0):
-        return False
-    return all(_tma_takes(t, 4 if grouped else 5) for t in (query, key, value))
+    return all(_tma_takes(t, 4 if group > 1 else 5) for t in (query, key, value))
 
 
 @dataclass(frozen=True)
@@ -150,7 +153,7 @@ def explain(
     batch = 1
     for size in scores[:-3]:
         batch *= size
-    key_heads = key.size(-3) if enable_gqa else heads
+    key_heads = heads // _group(query, key, enable_gqa)
     sizes = [batch, heads, key_heads, *scores[-2:], query.size(-1), value.size(-1)]
     mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float"
     tma_operands = _tma_operands(query, key, value, enable_gqa)

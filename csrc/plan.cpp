@@ -48,7 +48,10 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
                           warpgroup_products)
         .bytes;
   };
-  if (!kHasHopperKernels || problem.capability != 90 || problem.element_size != 2 || !not_empty || !problem.tma_operands) {
+  const int64_t group = problem.Hk > 0 ? problem.Hq / problem.Hk : 1;
+  const bool in_32_bits = problem.B * problem.Hq < int64_t{1} << 31 && problem.L * group < (int64_t{1} << 31) - 1024;
+  if (!kHasHopperKernels || problem.capability != 90 || problem.element_size != 2 || !not_empty || !problem.tma_operands ||
+      !in_32_bits) {
     return {Kernel::kPipeline, "it takes every shape, dtype, mask and stride, and no faster kernel takes this problem",
             workspace(false), false};
   }
@@ -60,7 +63,6 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   // What follows was measured on an H100 (docs/): a fused kernel has one CTA for every 64 query rows and 512 columns of values, which
   // walks over all keys; the pipeline spreads over keys as well, but has three kernels and 128 rows a tile.
   constexpr int64_t kProcessors = 132;
-  const int64_t group = problem.Hk > 0 ? problem.Hq / problem.Hk : 1;
   const int64_t row_tiles = problem.B * problem.Hk * ((problem.L * group + 63) / 64),
                 tiles = row_tiles * ((problem.Ev + 511) / 512);
   const bool few = 2 * tiles <= kProcessors;

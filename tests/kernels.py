@@ -16,7 +16,7 @@ def rows_on_16_bytes(tensor: Tensor) -> bool:
     if tensor.size(-2) > 1 and tensor.stride(-2) == 0:
         return False
     strides = [s * size for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    adjacent = tensor.size(-1) <= 1 or tensor.stride(-1) == 1
+    adjacent = tensor.size(-1) > 1 and tensor.stride(-1) == 1
     return adjacent and all(s % 16 == 0 for s in (*strides, tensor.data_ptr()))
 
 
@@ -50,8 +50,8 @@ class Kernel:
         """Whether it takes just these operands; masks, flags and lengths are no matter."""
         fits = self.head_dims[0] <= max(query.size(-1), value.size(-1)) <= self.head_dims[1]
         aligned = not self.aligned or all(rows_on_16_bytes(t) for t in (query, key, value))
-        heads = self.value_heads or query.dim() < 3 or key.size(-3) == value.size(-3)
-        if not self.value_heads and query.dim() >= 3 and 1 < key.size(-3) < query.size(-3):  # groups are a dim of the tensor map
+        heads = self.value_heads or min(key.dim(), value.dim()) < 3 or key.size(-3) == value.size(-3)
+        if not self.value_heads and min(query.dim(), key.dim()) >= 3 and 1 < key.size(-3) < query.size(-3):  # groups are a dim of the tensor map
             heads = heads and query.size(-3) // key.size(-3) <= 64 and query.stride(-3) > 0 and query.dim() <= 4
         fits = (
             fits

@@ -7,7 +7,7 @@ import reference
 import torch
 from helpers import FLOATS, HALVES, close, compare, leaves, normal, qkv, run, sdpa
 
-SCALES = [-0.7, -3.0, 0.0, -0.0, 1e-30, 0.01, 1.0, 3.0]
+SCALES = [-0.7, -3.0, 0.0, -0.0, 1e-46, 1e-30, 0.01, 1.0, 3.0]
 INF, NAN = float("inf"), float("nan")
 
 

@@ -56,7 +56,8 @@ Kernel choose_kernel(const char* op, const std::string& name, const ForwardParam
   problem.mask = params.mask_type == MaskType::kNone   ? MaskKind::kNone
                  : params.mask_type == MaskType::kBool ? MaskKind::kBool
                                                        : MaskKind::kFloat;
-  return make_plan(problem, params.workspace_bytes).kernel;
+  kernel = make_plan(problem, params.workspace_bytes).kernel;
+  return takes(kernel, params) ? kernel : Kernel::kPipeline;  // sizes past 32 bits
 }
 
 Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int32_t device) {

@@ -302,6 +302,8 @@ class FusedConsumer {
   }
 
   // out_ / sum to memory, through this warp's own rows of the weights, which are multiplied; the log-sum-exp.
+  // The last owner's references are read behind the last barrier: warpgroup 1 writes its own anew only after warpgroup 0 has made the
+  // first weights of the next tile, and so has left this one.
   __device__ __forceinline__ void store_out(int last_owner) {
     float row_factor[2];
 #pragma unroll

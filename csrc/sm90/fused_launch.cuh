@@ -62,9 +62,10 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
 
 template <class T, int kClass>
 cudaError_t launch_class(const ForwardParams& params, cudaStream_t stream) {
-  // The short way of scaling wants a positive scale that keeps its factor log2(e) from overflowing.
+  // The short way of scaling wants a scale that is positive as a float and keeps its factor log2(e) from overflowing.
+  const float scale = static_cast<float>(params.scale);
   const bool general =
-      params.mask_type != MaskType::kNone || params.dropout.seed != nullptr || !(params.scale > 0.0 && params.scale < 1e30);
+      params.mask_type != MaskType::kNone || params.dropout.seed != nullptr || !(scale > 0.0f && scale < 1e30f);
   return general ? launch<FusedTile<T, kClass>, true>(params, stream) : launch<FusedTile<T, kClass>, false>(params, stream);
 }
 

@@ -27,9 +27,19 @@ cudaError_t encode(CUtensorMap& map, DataType type, void* data, const cuuint64_t
   const CUtensorMapDataType element =
       type == DataType::kHalf ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const cuuint32_t steps[kRank] = {1, 1, 1, 1, 1};
-  const CUresult result =
-      encoder()(&map, element, kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto try_encode = [&] {
+    return encoder()(&map, element, kRank, data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = try_encode();
+  if (result == CUDA_ERROR_INVALID_CONTEXT || result == CUDA_ERROR_NOT_INITIALIZED) {
+    // A thread on which the runtime has not done anything yet: setting its device binds the context that the driver asks for.
+    int device = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) status = cudaSetDevice(device);
+    if (status != cudaSuccess) return status;
+    result = try_encode();
+  }
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
