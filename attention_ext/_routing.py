@@ -21,6 +21,7 @@ __all__ = ["Route", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
 _LOG = logging.getLogger("attention_ext")
 _KERNELS = ("cuda",)  # device types that sdpa_forward serves in place of PyTorch's operator
+_SMALLEST_FLOAT = 2.0**-149  # of float32
 _MAX_RANK = 10  # of what the kernels take: eight leading dims, rows, columns
 
 
@@ -47,8 +48,8 @@ def route(
         return Route("kernel", f"sdpa_forward takes {query.device.type} tensors")
     if scale is not None and math.isnan(scale):
         return Route("torch_math", "PyTorch's fused operators hide a scale that is NaN")
-    if is_causal and scale is not None and scale <= 0.0:
-        return Route("torch_math", "PyTorch's fused operators give NaN for is_causal with a scale that is not positive")
+    if is_causal and scale is not None and scale < _SMALLEST_FLOAT:
+        return Route("torch_math", "PyTorch's fused operators give NaN for is_causal with a scale that is not positive in float32")
     width = query.size(-1)
     if isinstance(width, int) and width == 0:
         return Route("torch_math", "PyTorch's fused operators do not give the mean of the values for a head dim of 0")

@@ -51,7 +51,9 @@ class Kernel:
         fits = self.head_dims[0] <= max(query.size(-1), value.size(-1)) <= self.head_dims[1]
         aligned = not self.aligned or all(rows_on_16_bytes(t) for t in (query, key, value))
         heads = self.value_heads or min(key.dim(), value.dim()) < 3 or key.size(-3) == value.size(-3)
-        if not self.value_heads and min(query.dim(), key.dim()) >= 3 and 1 < key.size(-3) < query.size(-3):  # groups are a dim of the tensor map
+        if (
+            not self.value_heads and min(query.dim(), key.dim()) >= 3 and 1 < key.size(-3) < query.size(-3)
+        ):  # groups are a dim of the tensor map
             heads = heads and query.size(-3) // key.size(-3) <= 64 and query.stride(-3) > 0 and query.dim() <= 4
         fits = (
             fits
