@@ -10,7 +10,7 @@ import pytest
 SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "check_binary.py"
 HALF = ("6__half", "13__nv_bfloat16")
 GOOD = "        /*0010*/  UTMALDG.5D [UR8], [UR4] ;\n        /*0020*/  HGMMA.64x128x16.F32 R24, gdesc[UR4], R24 ;\n"
-STUB = "        /*0000*/  EXIT ;\n"
+EMPTY = "        /*0000*/  EXIT ;\n"
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +40,13 @@ def findings_of(script: ModuleType, changes: dict[str, str | None]) -> list[str]
         code = changes.get(name, GOOD)
         if code is not None:
             codes[name] = code
-    sass = dump(dict.fromkeys(names(), STUB), "sm_80") + dump(codes, "sm_90a")
+    sass = dump(dict.fromkeys(names(), EMPTY), "sm_80") + dump(codes, "sm_90a")
     findings: list[str] = []
     script.check_warpgroup_products(script.functions_of(sass), findings)
     return findings
 
 
-def test_stubs_of_other_cards_pass(script):
+def test_empty_kernels_of_other_cards_pass(script):
     assert findings_of(script, {}) == []
 
 
@@ -55,7 +55,7 @@ def test_stubs_of_other_cards_pass(script):
     ("code", "found"),
     [
         (None, "no code for sm_90a"),
-        (STUB, "no HGMMA"),
+        (EMPTY, "no HGMMA"),
         (GOOD.replace("HGMMA", "HMMA"), "no HGMMA"),
         (GOOD.replace("UTMALDG", "LDGSTS"), "no UTMALDG"),
         (GOOD + "        /*0030*/  STL [R1], R2 ;\n", "local memory"),
@@ -63,12 +63,12 @@ def test_stubs_of_other_cards_pass(script):
 )
 def test_every_kernel_is_looked_at(script, name, code, found):
     findings = findings_of(script, {name: code})
-    assert findings and all(found in finding or code is STUB for finding in findings)
+    assert findings and all(found in finding or code is EMPTY for finding in findings)
     assert any(found in finding for finding in findings)
 
 
 def test_a_library_without_the_kernels(script):
     findings: list[str] = []
-    script.check_warpgroup_products(script.functions_of(dump({"_Zother": STUB}, "sm_80")), findings)
+    script.check_warpgroup_products(script.functions_of(dump({"_Zother": EMPTY}, "sm_80")), findings)
     assert any("fused_forward_kernel is missing" in finding for finding in findings)
     assert sum("product_" in finding for finding in findings) == 4
