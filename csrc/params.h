@@ -127,6 +127,7 @@ struct ScoresValuesParams {
   MatrixView values;   // (N / group, S, Ev)
   MatrixView row_sum;  // slice (batch_count, row_count), accumulator type, column unused; data null: divide by nothing
   MatrixView out;      // (N, L, Ev)
+  void* carry;  // half types, many keys: slice (batch_count, row_count, Ev rounded up to 4), float; null: one sum over all keys
   DataType type;
   bool causal;
 };

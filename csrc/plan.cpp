@@ -41,10 +41,11 @@ bool kernel_by_name(const std::string& name, Kernel& kernel) {
 Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   const int64_t rows = problem.B * problem.Hq * problem.L;
   const int64_t width = std::max(problem.E, problem.Ev);
+  const int64_t S = problem.is_causal ? std::min(problem.S, problem.L) : problem.S;  // that any query sees
   const bool not_empty = rows > 0 && problem.S > 0 && problem.E > 0 && problem.Ev > 0;
   const auto workspace = [&](bool warpgroup_products) {
     if (rows == 0) return int64_t{0};
-    return forward_slices(problem.B * problem.Hq, problem.L, problem.S, problem.Ev, problem.element_size, workspace_cap,
+    return forward_slices(problem.B * problem.Hq, problem.L, S, problem.Ev, problem.element_size, workspace_cap,
                           warpgroup_products)
         .bytes;
   };
@@ -55,9 +56,7 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
     return {Kernel::kPipeline, "it takes every shape, dtype, mask and stride, and no faster kernel takes this problem",
             workspace(false), false};
   }
-  // wgmma truncates as it adds: over more keys than this the error of one long sum exceeds half precision's own (S = 5,000,011: 4 %).
-  constexpr int64_t kMostKeys = int64_t{1} << 18;
-  if (problem.S > kMostKeys) {
+  if (S > kMostWarpgroupKeys) {
     return {Kernel::kPipeline, "the kernels for Hopper lose precision beyond 262144 keys", workspace(false), false};
   }
   // What follows was measured on an H100 (docs/): a fused kernel has one CTA for every 64 query rows and 512 columns of values, which
@@ -66,11 +65,11 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   const int64_t row_tiles = problem.B * problem.Hk * ((problem.L * group + 63) / 64),
                 tiles = row_tiles * ((problem.Ev + 511) / 512);
   const bool few = 2 * tiles <= kProcessors;
-  const bool measured_faster = width > 256 && problem.S >= 256;  // than PyTorch's own: bench/results
-  if (width <= 512 && !(few && problem.S >= 2048)) {
+  const bool measured_faster = width > 256 && S >= 256;  // than PyTorch's own: bench/results
+  if (width <= 512 && !(few && S >= 2048)) {
     return {Kernel::kSm90_512, "a fused kernel for Hopper takes head dims up to 512", 0, measured_faster};
   }
-  const bool short_keys = problem.S <= 512, short_rows = problem.L * group <= 64 && !few;
+  const bool short_keys = S <= 512, short_rows = problem.L * group <= 64 && !few;
   if (width > 512 && problem.E <= 1024 && tiles <= kProcessors && (short_keys || short_rows)) {
     return {Kernel::kSm90_1024, "a fused kernel for Hopper takes short problems of head dims up to 1024", 0, measured_faster};
   }

@@ -216,6 +216,25 @@ def test_workspace_stays_small_for_long_rows(width: int) -> None:
     check_lse(lse, torch.full(lse.shape, 8**0.5 + torch.tensor(float(S)).log().item()), torch.float16)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_over_millions_of_keys(dtype: torch.dtype) -> None:
+    """Tensor Cores truncate as they add, 4 % of one sum of 5,000,011 ones: the stage alone, and the query's gradient."""
+    S = 5_000_011
+    weights, value = (torch.ones(1, *size, device="cuda", dtype=dtype) for size in ((3, S), (S, 20)))
+    row_sum = torch.full((1, 3), float(S), device="cuda")
+    out = torch.ops.attention_ext.scores_values(weights, row_sum, value)
+    close(out, torch.ones(out.shape), torch.finfo(dtype).eps)
+
+    if dtype == torch.float16:
+        return  # the gradients of the scores would be below its normal numbers
+    sign = 1.0 - 2.0 * (torch.arange(S, device="cuda") % 2)
+    sign[-1] = 0.0
+    q = torch.zeros(1, 1, 2, 8, device="cuda", dtype=dtype, requires_grad=True)
+    k = v = sign[:, None].expand(S, 8).to(dtype)[None, None]
+    (grad,) = torch.autograd.grad(torch.ops.attention_ext.sdpa(q, k, v).sum(), q)
+    close(grad, torch.full(grad.shape, 8**0.5 * (S - 1) / S), 2 * torch.finfo(dtype).eps)
+
+
 def test_dropout_rows_share_nothing_past_the_boundary() -> None:
     """Rows 2^32 scores apart have random numbers of their own: q = 0 makes the output a plain mean of the kept values."""
     n, p = 65_600, 0.5

@@ -103,6 +103,7 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   views.add(params.lse, lse, 1);
   params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
   views.finish(params.batch);
+  if (is_causal) params.S = std::min(params.S, params.L);  // no query sees the keys behind
   params.workspace_bytes = workspace_bytes;
   const int group = params.key.group;
   const bool groups = group == params.value.group && group <= 64 && (group == 1 || query.stride(query.dim() - 3) > 0);

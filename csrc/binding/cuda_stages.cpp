@@ -4,6 +4,7 @@
 
 #include <tuple>
 
+#include "../pipeline/slices.h"
 #include "checks.h"
 
 namespace attention_ext {
@@ -113,6 +114,9 @@ Tensor scores_values(Tensor weights, Tensor row_sum, Tensor value, bool enable_g
   views.add(params.values, value);
   views.add(params.out, out);
   views.finish(params.batch);
+  const int64_t carry_bytes = views.count() * L * carry_row_bytes(S, params.Ev, element_bytes(params.type));
+  Tensor carry = allocate_bytes(carry_bytes, device);
+  params.carry = carry_bytes > 0 ? data_of(carry) : nullptr;
 
   check_status(op, launch_scores_values(params, current_stream(device)), device);
   return out;

@@ -29,6 +29,7 @@ struct BackwardPlan {
   bool joint;
   SliceShape by_rows;  // joint pass or pass A
   SliceShape by_keys;  // pass B
+  int64_t carry_at;    // bytes: where dQ's sums over many keys are carried, behind P and dS
   int64_t bytes;
 };
 
@@ -36,13 +37,15 @@ BackwardPlan plan_backward(const BackwardParams& params) {
   const int64_t element = element_bytes(params.type);
   const int64_t budget =
       std::max<int64_t>(params.workspace_bytes - 2 * kWorkspaceAlignment, 0) / (2 * element);  // elements of P
-  const int64_t rows_in_budget = budget / slice_pitch(params.S);
+  const int64_t carry = carry_row_bytes(params.S, params.E, element);
+  const int64_t rows_in_budget = budget / (slice_pitch(params.S) + carry / (2 * element));
   BackwardPlan plan = {};
   plan.joint = rows_in_budget / params.L >= params.group;
   if (plan.joint) {
     const int64_t groups = even_piece(params.N / params.group, rows_in_budget / (params.L * params.group), 1, 1);
     plan.by_rows = {groups * params.group, params.L, params.S};
-    plan.bytes = 2 * plan.by_rows.array_bytes(element);
+    plan.carry_at = 2 * plan.by_rows.array_bytes(element);
+    plan.bytes = plan.carry_at + plan.by_rows.batches * plan.by_rows.rows * carry;
     return plan;
   }
   if (rows_in_budget >= params.L) {
@@ -53,7 +56,9 @@ BackwardPlan plan_backward(const BackwardParams& params) {
   // Slices of keys begin at multiples of 8: dropout draws four keys at a time, and a pitch below 8 would save nothing.
   const int64_t cols_in_budget = std::max(budget / (params.group * params.L) / kKeyGranule * kKeyGranule, kKeyGranule);
   plan.by_keys = {params.group, params.L, even_piece(params.S, cols_in_budget, kKeyGranule, kSliceTile)};
-  plan.bytes = 2 * std::max(plan.by_rows.array_bytes(element), plan.by_keys.array_bytes(element));
+  plan.carry_at = 2 * plan.by_rows.array_bytes(element);
+  plan.bytes =
+      std::max(plan.carry_at + plan.by_rows.batches * plan.by_rows.rows * carry, 2 * plan.by_keys.array_bytes(element));
   return plan;
 }
 
@@ -134,7 +139,8 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
 }
 
 // dQ and mask_grad of a slice of rows.
-cudaError_t make_query_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, cudaStream_t stream) {
+cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& plan, const Arrays& arrays, const Slice& slice,
+                            cudaStream_t stream) {
   ScoresValuesParams query = {};
   query.batch = params.batch;
   query.slice = slice;
@@ -142,6 +148,9 @@ cudaError_t make_query_grad(const BackwardParams& params, const Arrays& arrays, 
   query.factor = params.scale;
   query.weights = arrays.score_grad;
   query.values = params.key;
+  if (carry_row_bytes(params.S, params.E, element_bytes(params.type)) > 0) {
+    query.carry = static_cast<char*>(params.workspace) + plan.carry_at;
+  }
   query.out = params.grad_query;
   query.type = params.type;
   query.causal = params.causal;
@@ -194,7 +203,7 @@ cudaError_t pass_by_rows(const BackwardParams& params, const BackwardPlan& plan,
       const Slice slice = {batch,   std::min(shape.batches, params.N - batch), row, std::min(shape.rows, params.L - row), 0,
                            params.S};
       cudaError_t status = make_score_grad(params, arrays, slice, true, stream);
-      if (status == cudaSuccess) status = make_query_grad(params, arrays, slice, stream);
+      if (status == cudaSuccess) status = make_query_grad(params, plan, arrays, slice, stream);
       if (status == cudaSuccess && plan.joint) status = make_key_value_grad(params, arrays, slice, stream);
       if (status != cudaSuccess) return status;
     }

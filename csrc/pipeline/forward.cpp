@@ -81,6 +81,7 @@ cudaError_t run_slice(const ForwardParams& params, const ForwardSlices& plan, co
   product.weights = weights;
   product.values = params.value;
   product.row_sum = row_sum;
+  product.carry = plan.bytes > plan.carry_at ? workspace + plan.carry_at : nullptr;
   product.out = params.out;
   product.type = params.type;
   product.causal = params.causal;

@@ -14,12 +14,12 @@ constexpr int64_t kSegmentKeys = 64, kSegmentBytes = 16;
 
 // Workspace of a slice, in this order: for float and double scores (batches, rows, pitch), overwritten in place by weights; for half
 // types weights (batches, rows, pitch), then the statistics of their segments (batches, rows, segments), 16 bytes each. Then the
-// row sums (batches, rows).
+// row sums (batches, rows). Then, where there are many keys, the carry of sums over them (batches, rows, Ev), float.
 struct ForwardSlices {
-  int64_t batches, rows;              // of a slice: whole matrices if one fits (rows = L), else some rows of one matrix
-  int64_t pitch;                      // of scores or weights, in elements
-  int64_t segments;                   // of a row; 0 for float and double
-  int64_t statistics_at, row_sum_at;  // bytes
+  int64_t batches, rows;  // of a slice: whole matrices if one fits (rows = L), else some rows of one matrix
+  int64_t pitch;          // of scores or weights, in elements
+  int64_t segments;       // of a row; 0 for float and double
+  int64_t statistics_at, row_sum_at, carry_at;  // bytes
   int64_t bytes;
 };
 
@@ -50,7 +50,8 @@ inline ForwardSlices forward_slices(int64_t N, int64_t L, int64_t S, int64_t Ev,
   ForwardSlices slices = {};
   slices.pitch = slice_pitch(S);
   slices.segments = element == 2 ? (slices.pitch + kSegmentKeys - 1) / kSegmentKeys : 0;
-  const int64_t row_bytes = slices.pitch * element + slices.segments * kSegmentBytes + statistic;
+  const int64_t carry = warpgroup_products ? 0 : carry_row_bytes(S, Ev, element);
+  const int64_t row_bytes = slices.pitch * element + slices.segments * kSegmentBytes + statistic + carry;
   const int64_t rows_in_cap = std::max<int64_t>(workspace_cap - 4 * kWorkspaceAlignment, 0) / row_bytes;
   if (rows_in_cap >= L) {
     const int64_t limit = rows_in_cap / std::max<int64_t>(L, 1);
@@ -64,7 +65,8 @@ inline ForwardSlices forward_slices(int64_t N, int64_t L, int64_t S, int64_t Ev,
   const int64_t rows = slices.batches * slices.rows;
   slices.statistics_at = round_up(rows * slices.pitch * element, kWorkspaceAlignment);
   slices.row_sum_at = slices.statistics_at + round_up(rows * slices.segments * kSegmentBytes, kWorkspaceAlignment);
-  slices.bytes = slices.row_sum_at + rows * statistic;
+  slices.carry_at = slices.row_sum_at + round_up(rows * statistic, kWorkspaceAlignment);
+  slices.bytes = carry > 0 ? slices.carry_at + rows * carry : slices.row_sum_at + rows * statistic;
   return slices;
 }
 

@@ -3,13 +3,23 @@
 // Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: times factor / row_sum,
 // where a row whose sum is 0 (no visible key) gives exactly 0. Causal: k ends at the last key that a row of the tile
 // sees.
+// Over many keys (p.carry) the sum is made in parts of kPartKeys, a launch each, and carried from one to the next in float.
 // Grid: one CTA per block tile of every matrix of the slice (tile_of); causal: longest row tiles first. 128 threads (half types) or 256.
 // Shared memory: 72,704 bytes (half types), 57,088 (float), 54,016 (double). Registers: launch bounds of the tile table.
 #include "../gemm/mainloop.cuh"
 #include "../params.h"
+#include "slices.h"
 
 namespace attention_ext {
 namespace {
+
+// The keys of one launch.
+struct KeyRange {
+  int begin, end;
+};
+struct ValuesParams : ScoresValuesParams {
+  KeyRange part;
+};
 
 template <class Tile>
 struct ValuesWork {
@@ -17,6 +27,7 @@ struct ValuesWork {
   using Acc = typename Tile::Acc;
 
   const ScoresValuesParams& p;
+  const KeyRange& part;
   int m_tiles, n_tiles;
   int64_t first_batch;
 
@@ -24,7 +35,7 @@ struct ValuesWork {
     int64_t n, slice_index;
     int row, col;    // of the tile's first element; rows from the beginning of the slice, as weights and row_sum count
     int rows, cols;  // that exist from there on
-    int keys;        // that any of the tile's rows sees
+    int keys;        // that any of the tile's rows sees, up to the end of this part
   };
   __device__ __forceinline__ Place place() const {
     const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
@@ -35,7 +46,7 @@ struct ValuesWork {
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
     at.cols = static_cast<int>(p.Ev) - at.col;
-    at.keys = static_cast<int>(p.slice.col_count);
+    at.keys = part.end;
     if (p.causal) at.keys = min(at.keys, static_cast<int>(p.slice.row_begin) + at.row + Tile::kM);
     return at;
   }
@@ -43,9 +54,9 @@ struct ValuesWork {
   __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& weights,
                                      TileLoader<Tile, typename Tile::B>& values) const {
     const Place at = place();
-    weights.aim(at.n, at.slice_index, at.row, at.row + at.rows, 0, at.keys);
-    values.aim(at.n, at.slice_index, at.col, at.col + at.cols, 0, at.keys);
-    return steps_of<Tile>(at.keys);
+    weights.aim(at.n, at.slice_index, at.row, at.row + at.rows, part.begin, at.keys);
+    values.aim(at.n, at.slice_index, at.col, at.col + at.cols, part.begin, at.keys);
+    return steps_of<Tile>(at.keys - part.begin);
   }
 
   // factor / row_sum, and 0 for a row whose sum is 0.
@@ -59,6 +70,21 @@ struct ValuesWork {
     return {sum.first == Acc(0) ? Acc(0) : static_cast<Acc>(p.factor) / sum.first, 0};
   }
 
+  // Adds what the parts before this one left to a quad; true if this part is the last one, else leaves it to the next.
+  __device__ __forceinline__ bool carry(const Place& at, int row, int col, Acc (&total)[4]) const {
+    const int64_t pitch = (p.Ev + 3) / 4 * 4;
+    Quad<Acc>* g_carry = reinterpret_cast<Quad<Acc>*>(
+        static_cast<Acc*>(p.carry) + (at.slice_index * p.slice.row_count + at.row + row) * pitch + at.col + col);
+    if (part.begin > 0) {
+      const Quad<Acc> before = *g_carry;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) total[e] += before.value[e];
+    }
+    if (part.end == p.slice.col_count) return true;
+    *g_carry = {{total[0], total[1], total[2], total[3]}};
+    return false;
+  }
+
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
     const Place at = place();
     T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
@@ -68,7 +94,8 @@ struct ValuesWork {
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = row_factor == Acc(0) ? Acc(0) : sum[e] * row_factor;
     };
-    if (p.out.vector && at.rows >= Tile::kM && at.cols >= Tile::kN) {
+    const bool in_parts = sizeof(T) == 2 && p.carry != nullptr;  // one path fewer to compile for float and double
+    if (p.out.vector && at.rows >= Tile::kM && at.cols >= Tile::kN && !in_parts) {
       product.template for_each_quad<true>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&sum)[4]) {
         Acc x[4];
         scaled(row, sum, x);
@@ -76,8 +103,9 @@ struct ValuesWork {
       });
     } else {
       product.template for_each_quad<false>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&sum)[4]) {
-        Acc x[4];
-        scaled(row, sum, x);
+        Acc total[4] = {sum[0], sum[1], sum[2], sum[3]}, x[4];
+        if (in_parts && !carry(at, row, col, total)) return;
+        scaled(row, total, x);
         store_quad(g_out + row * p.out.row_stride, col, at.cols, p.out.col_stride, p.out.vector, x);
       });
     }
@@ -86,8 +114,8 @@ struct ValuesWork {
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
-    scores_values_kernel(const __grid_constant__ ScoresValuesParams p, int m_tiles, int n_tiles, int64_t first_batch) {
-  const ValuesWork<Tile> work = {p, m_tiles, n_tiles, first_batch};
+    scores_values_kernel(const __grid_constant__ ValuesParams p, int m_tiles, int n_tiles, int64_t first_batch) {
+  const ValuesWork<Tile> work = {p, p.part, m_tiles, n_tiles, first_batch};
   run_tile<Tile>(work, TileLoader<Tile, typename Tile::A>(p.batch, p.weights),
                  TileLoader<Tile, typename Tile::B>(p.batch, p.values));
 }
@@ -95,8 +123,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
 template <class T>
 cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) {
   using Tile = RowsByCols<T>;
-  return launch_tiles<Tile>(scores_values_kernel<Tile>, params, params.slice.row_count, params.Ev, params.slice.batch_count,
-                            stream);
+  const int64_t keys = params.slice.col_count, length = params.carry != nullptr ? kPartKeys : std::max<int64_t>(keys, 1);
+  cudaError_t status = cudaSuccess;
+  for (int64_t begin = 0; status == cudaSuccess && (begin == 0 || begin < keys); begin += length) {
+    const ValuesParams part = {{params}, {static_cast<int>(begin), static_cast<int>(std::min(begin + length, keys))}};
+    status = launch_tiles<Tile>(scores_values_kernel<Tile>, part, params.slice.row_count, params.Ev, params.slice.batch_count,
+                                stream);
+  }
+  return status;
 }
 
 }  // namespace

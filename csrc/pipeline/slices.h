@@ -8,8 +8,17 @@ namespace attention_ext {
 
 constexpr int64_t kWorkspaceAlignment = 256;  // each array of a workspace begins on such a boundary
 constexpr int64_t kSliceTile = 128;           // rows or columns of a slice are whole tiles where there is room for one
+// Tensor Cores truncate as they add: 2^-23 of a growing sum for each 16 of its terms. So half types' sums over keys stop after
+// kPartKeys, 2.5e-4 of the sum, and go on in float from a carry in the workspace. wgmma's have none, and are not asked for more than
+// kMostWarpgroupKeys, 2e-3: twice half precision's own unit.
+constexpr int64_t kPartKeys = int64_t{1} << 15, kMostWarpgroupKeys = int64_t{1} << 18;
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// Bytes of carry for a row of `cols` sums over S keys of an operand of `element` bytes: 0 where one sum does.
+constexpr int64_t carry_row_bytes(int64_t S, int64_t cols, int64_t element) {
+  return element == 2 && S > kPartKeys ? round_up(cols, 4) * 4 : 0;
+}
 
 // Leading dimension of a slice: multiples of 8 elements keep rows on 16-byte boundaries in every dtype.
 constexpr int64_t slice_pitch(int64_t cols) { return std::max<int64_t>(round_up(cols, 8), 8); }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../gemm/tile.cuh"
+#include "../pipeline/slices.h"
 #include "fused_forward.cuh"
 #include "tensor_map.h"
 
@@ -20,10 +21,10 @@ inline bool fused_forward_takes(const ForwardParams& params, int64_t E_limit) {
   const int group = params.key.group;
   const bool groups = group == params.value.group && group <= kFusedRows &&
                       (group == 1 || (params.batch.count <= 2 && params.query.batch_stride[params.batch.count - 1] > 0));
-  return half_type && not_empty && params.E <= E_limit && groups && params.L * group < (int64_t{1} << 31) - 1024 &&
-         params.N < int64_t{1} << 31 && fused_tiles(params, 128) < int64_t{1} << 31 &&
-         tensor_map_takes(params.batch, params.query, params.L) && tensor_map_takes(params.batch, params.key, params.S) &&
-         tensor_map_takes(params.batch, params.value, params.S);
+  return half_type && not_empty && params.S <= kMostWarpgroupKeys && params.E <= E_limit && groups &&
+         params.L * group < (int64_t{1} << 31) - 1024 && params.N < int64_t{1} << 31 &&
+         fused_tiles(params, 128) < int64_t{1} << 31 && tensor_map_takes(params.batch, params.query, params.L) &&
+         tensor_map_takes(params.batch, params.key, params.S) && tensor_map_takes(params.batch, params.value, params.S);
 }
 
 // CTAs that stay and take tile after tile overlap the end of one with the loads of the next; where tiles are long and differ, in causal

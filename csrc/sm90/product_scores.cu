@@ -7,6 +7,7 @@
 #include "../gemm/warpgroup_mainloop.cuh"
 #include "../params.h"
 #include "../pipeline/score_mask.cuh"
+#include "../pipeline/slices.h"
 #include "tensor_map.h"
 
 namespace attention_ext {
@@ -149,8 +150,9 @@ cudaError_t launch_typed(const QkScoresParams& params, int64_t keys, cudaStream_
 bool product_pipeline_takes(const ForwardParams& params) {
   const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
   const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
-  return half_type && not_empty && params.N < int64_t{1} << 31 && tensor_map_takes(params.batch, params.query, params.L) &&
-         tensor_map_takes(params.batch, params.key, params.S) && tensor_map_takes(params.batch, params.value, params.S);
+  return half_type && not_empty && params.S <= kMostWarpgroupKeys && params.N < int64_t{1} << 31 &&
+         tensor_map_takes(params.batch, params.query, params.L) && tensor_map_takes(params.batch, params.key, params.S) &&
+         tensor_map_takes(params.batch, params.value, params.S);
 }
 
 cudaError_t launch_product_scores(const QkScoresParams& params, cudaStream_t stream) {
