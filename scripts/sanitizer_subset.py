@@ -20,6 +20,19 @@ def run(dtype: torch.dtype, L: int, S: int, E: int, Ev: int, kernel: str = "auto
     assert all(grad.isfinite().all() for grad in (out, *grads))
 
 
+def run_linear(dtype: torch.dtype, M: int, N: int, K: int, *, training: bool, nan: bool = False) -> None:
+    """The linear layer alone where it is float32, and with batch norm, scale and softmax."""
+    x, weight, bias = (torch.randn(*size, device="cuda", dtype=dtype) for size in ((M, K), (N, K), (N,)))
+    if nan:
+        x[M // 2, K // 2] = torch.nan  # tiles that are made anew
+    if dtype == torch.float32:
+        OPS.linear_float32(x, weight, bias)
+        OPS.linear_float32(x, weight.t().contiguous().t(), None)
+    stats = (torch.randn(N, device="cuda"), torch.rand(N, device="cuda"))
+    out = OPS.linear_batchnorm_softmax(x, weight, bias, *stats, *stats, torch.rand(N, device="cuda"), training, 1e-5)[0]
+    assert nan or out.isfinite().all()
+
+
 def main() -> None:
     torch.manual_seed(0)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -48,6 +61,13 @@ def main() -> None:
         run(half, 70, 300, E, Ev, kernel=kernel, causal=True)
         run(half, 40, 300, E, Ev, kernel=kernel, mask=torch.rand(40, 300, device="cuda") > 0.7, enable_gqa=True)
         run(half, 40, 300, E, Ev, kernel=kernel, mask=torch.randn(2, 1, 300, device="cuda", dtype=half), dropout_p=0.25)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        run_linear(dtype, 70, 133, 72, training=True)
+        run_linear(dtype, 130, 300, 600, training=False)
+        run_linear(dtype, 33, 131, 9, training=True)
+    run_linear(torch.float32, 200, 1500, 1000, training=True, nan=True)
+    run_linear(torch.float32, 3, 9000, 520, training=True)  # rows of the softmax that do not fit into registers
+    run_linear(torch.float32, 3, 20, 8300, training=True)  # rows of the split that do not
     torch.cuda.synchronize()
     print("subset done")
 

@@ -54,6 +54,11 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "bool enable_gqa=False) -> Tensor");
   m.def("row_softmax(Tensor scores, *, str dtype=\"float32\") -> (Tensor weights, Tensor row_sum, Tensor lse)");
   m.def("scores_values(Tensor weights, Tensor row_sum, Tensor value, *, bool enable_gqa=False) -> Tensor");
+  m.def("linear_float32(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
+  m.def(
+      "linear_batchnorm_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor? bn_weight, Tensor? bn_bias, "
+      "Tensor? running_mean, Tensor? running_var, Tensor scale, bool training, float eps) "
+      "-> (Tensor out, Tensor mean, Tensor var, Tensor linear)");
   m.def("build_info() -> (str, str, int, str)");
   m.def(
       "plan(int[] sizes, int element_size, str mask, bool is_causal, bool dropout, int capability, bool tma_operands, "

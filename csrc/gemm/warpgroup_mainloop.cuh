@@ -2,7 +2,8 @@
 //
 // 1. CTAs stay, one an SM, and take every gridDim.x-th tile. One thread loads steps of 64 in k with the copy engine, kStages buffers
 //    ahead, on into the next tile while the epilogue of this one runs.
-// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers.
+// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers. Operands of two terms (Tile::kTerms) take three
+//    products, whose sum over a step joins the result by float additions: Tensor Cores truncate as they add.
 // 3. They hand it to the epilogue.
 //
 // `Work` is what differs between kernels:
@@ -25,7 +26,7 @@ namespace attention_ext {
 constexpr int kBarrierSkew = 1;  // of bar.sync; 0 is __syncthreads
 
 struct ProductMaps {
-  CUtensorMap a, b;  // boxes of 128 rows; of 256 rows, or of 64 rows with kColumnsB
+  CUtensorMap a, b;  // boxes of kM rows; of kN rows, or of 64 rows with kColumnsB. Terms are the innermost batch dim
 };
 
 template <class Tile, class Work>
@@ -39,10 +40,17 @@ __device__ __forceinline__ void load_tiles(const Work& work, const ProductMaps& 
     for (int step = 0; step < place.steps; ++step) {
       mbarrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
       const uint32_t full = shared_address(&shared.full[ring.slot]);
-      mbarrier_arrive_expect_bytes(full, (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
-      tma_load(shared_address(shared.stage[ring.slot].a), &maps.a, place.a, full);
-      const uint32_t s_b = shared_address(shared.stage[ring.slot].b);
-      if constexpr (Tile::kColumnsB) {
+      mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+      tma_load(shared_address(shared.stage[ring.slot].a[0]), &maps.a, place.a, full);
+      const uint32_t s_b = shared_address(shared.stage[ring.slot].b[0]);
+      if constexpr (Tile::kTerms == 2) {
+        tma_load(s_b, &maps.b, place.b, full);
+        place.a.at[2] = place.b.at[2] = 1;
+        tma_load(shared_address(shared.stage[ring.slot].a[1]), &maps.a, place.a, full);
+        tma_load(shared_address(shared.stage[ring.slot].b[1]), &maps.b, place.b, full);
+        place.a.at[2] = place.b.at[2] = 0;
+        place.b.at[0] += Tile::kK;
+      } else if constexpr (Tile::kColumnsB) {
         TensorPosition box = place.b;
 #pragma unroll
         for (int i = 0; i < Tile::kColumnBoxes; ++i) {
@@ -60,44 +68,86 @@ __device__ __forceinline__ void load_tiles(const Work& work, const ProductMaps& 
   }
 }
 
+// What a warpgroup's products of one step read: descriptors of its rows of A and of B.
+template <class Tile>
+struct StepOperands {
+  uint64_t a[Tile::kTerms], b[Tile::kTerms];
+  __device__ __forceinline__ StepOperands(typename Tile::Stage& stage, int consumer) {
+    using T = typename Tile::T;
+#pragma unroll
+    for (int term = 0; term < Tile::kTerms; ++term) {
+      a[term] = matrix_descriptor(shared_address(stage.a[term]) + consumer * 64 * Tile::kK * sizeof(T), 1024, 0);
+      b[term] = matrix_descriptor(shared_address(stage.b[term]), 1024, 64 * Tile::kK * sizeof(T));
+    }
+  }
+  // sums += A's term . B's term over the step.
+  __device__ __forceinline__ void multiply(float (&sums)[Tile::kN / 2], int term_a, int term_b, bool fresh) const {
+    using T = typename Tile::T;
+#pragma unroll
+    for (int k = 0; k < Tile::kK; k += 16) {
+      const int b_offset = (Tile::kColumnsB ? k * 64 : k) * sizeof(T);
+      wgmma<T, Tile::kColumnsB>(sums, a[term_a] + k * sizeof(T) / 16, b[term_b] + b_offset / 16, fresh && k == 0);
+    }
+  }
+};
+
 template <class Tile, class Work>
 __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::Shared& shared, int consumer) {
-  using T = typename Tile::T;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = consumer * 64 + warp * 16 + lane / 4;
-  const uint32_t s_strip = shared_address(shared.strip[consumer * 4 + warp]);
+  const uint32_t s_strip = Tile::strip_address(shared, consumer * 4 + warp);
   const auto release = [&](int slot) {
     if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
   };
   RingPlace<Tile::kStages> ring;
   float product[Tile::kN / 2];
-  // The second warpgroup begins kStages - 1 steps behind the first, and so it stays: the epilogue of one then falls into products of the
+  // The second warpgroup begins kSkew steps behind the first, and so it stays: the epilogue of one then falls into products of the
   // other, which alone has all of the Tensor Cores.
   bool leads = consumer == 0;
   if (!leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+  const auto let_follow = [&](int step, int steps) {
+    if (leads && (step == Tile::kSkew - 1 || step == steps - 1)) {
+      barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+      leads = false;
+    }
+  };
 #pragma unroll 1
   for (int64_t tile = blockIdx.x; tile < work.tiles(); tile += gridDim.x) {
     const auto place = work.aim(tile);
     const auto first = work.fetch(place, row), second = work.fetch(place, row + 8);
     if (place.steps > 0) {
+      if constexpr (Tile::kTerms == 2) {
+#pragma unroll
+        for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+        for (int step = 0; step < place.steps; ++step) {
+          float sums[Tile::kN / 2];
+          mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+          const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
+          wgmma_fence();
+          operands.multiply(sums, 1, 0, true);  // the small ones first, while there is little to truncate
+          operands.multiply(sums, 0, 1, false);
+          operands.multiply(sums, 0, 0, false);
+          wgmma_commit();
+          let_follow(step, place.steps);
+          wgmma_wait<0>();
+          pin_registers(sums);
+          release(ring.slot);
+          ring.advance();
+#pragma unroll
+          for (int i = 0; i < Tile::kN / 2; ++i) product[i] += sums[i];
+        }
+        work.store(place, row, first, second, product, s_strip);
+        continue;
+      }
       int previous = 0;
       for (int step = 0; step < place.steps; ++step) {
         mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-        const uint64_t a =
-            matrix_descriptor(shared_address(shared.stage[ring.slot].a) + consumer * 64 * Tile::kK * sizeof(T), 1024, 0);
-        const uint64_t b = matrix_descriptor(shared_address(shared.stage[ring.slot].b), 1024, 64 * Tile::kK * sizeof(T));
+        const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < Tile::kK; k += 16) {
-          const int b_offset = (Tile::kColumnsB ? k * 64 : k) * sizeof(T);
-          wgmma<T, Tile::kColumnsB>(product, a + k * sizeof(T) / 16, b + b_offset / 16, step == 0 && k == 0);
-        }
+        operands.multiply(product, 0, 0, step == 0);
         wgmma_commit();
         wgmma_wait<1>();  // the step before this one is done
         if (step > 0) release(previous);
-        if (leads && (step == Tile::kStages - 2 || step == place.steps - 1)) {
-          barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
-          leads = false;
-        }
+        let_follow(step, place.steps);
         previous = ring.slot;
         ring.advance();
       }

@@ -1,0 +1,152 @@
+// linear_float32 and linear_batchnorm_softmax on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <tuple>
+
+#include "../linear/linear_params.h"
+#include "checks.h"
+
+namespace attention_ext {
+namespace {
+
+using torch::stable::accelerator::DeviceGuard;
+
+bool is_hopper(int32_t device) {
+  int major = 0, minor = 0;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
+}
+
+// A vector of N elements, or none.
+struct Vector {
+  const void* data = nullptr;
+  int64_t stride = 0;
+  DataType type = DataType::kFloat;
+};
+Vector check_vector(const char* op, const char* argument, const OptionalTensor& tensor, int64_t N, int32_t device) {
+  if (!tensor.has_value() || !tensor->defined()) return {};
+  check_tensor(op, argument, *tensor, 0, device);
+  check_sizes(op, argument, *tensor, {N});
+  return {data_of(*tensor), tensor->stride(0), data_type(op, argument, *tensor)};
+}
+
+// input (M, K), weight (N, K), bias (N,) or none, of one dtype and device.
+LinearParams check_linear(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
+  if (!input.defined()) fail(op, "input", "a tensor", "None");
+  const int32_t device = input.get_device_index();
+  check_tensor(op, "input", input, 2, device);
+  check_tensor(op, "weight", weight, 2, device);
+  if (input.dim() != 2) fail(op, "input", "2 dims", "shape " + text(sizes_of(input)));
+  if (weight.dim() != 2) fail(op, "weight", "2 dims", "shape " + text(sizes_of(weight)));
+  LinearParams params = {};
+  params.type = data_type(op, "input", input);
+  params.M = input.size(0);
+  params.N = weight.size(0);
+  params.K = weight.size(1);
+  check_type(op, "weight", weight, input.scalar_type());
+  check_sizes(op, "input", input, {params.M, params.K});
+  const Vector vector = check_vector(op, "bias", bias, params.N, device);
+  if (vector.data != nullptr) check_type(op, "bias", *bias, input.scalar_type());
+  params.bias = vector.data;
+  params.bias_stride = vector.stride;
+  Views views(op, false);
+  views.add(params.input, input);
+  views.add(params.weight, weight);
+  params.input.group = params.weight.group = 1;
+  return params;
+}
+
+void run_linear(const char* op, const LinearParams& params, int32_t device) {
+  const bool hopper = is_hopper(device);
+  Tensor workspace = allocate_bytes(linear_workspace(params, hopper), device);
+  check_status(op, linear(params, hopper, data_of(workspace), current_stream(device)), device);
+}
+
+Tensor linear_float32(Tensor input, Tensor weight, OptionalTensor bias) {
+  const char* op = "linear_float32";
+  if (!input.defined()) fail(op, "input", "a tensor", "None");
+  const int32_t device = input.get_device_index();
+  check_tensor(op, "input", input, 1, device);
+  check_type(op, "input", input, ScalarType::Float);
+  const DeviceGuard guard(device);
+  Sizes sizes = sizes_of(input);
+  int64_t rows = 1;
+  for (size_t dim = 0; dim + 1 < sizes.size(); ++dim) rows *= sizes[dim];
+  const Tensor matrix = sizes.size() == 2 ? input : torch::stable::reshape(input, {rows, sizes.back()});
+  LinearParams params = check_linear(op, matrix, weight, bias);
+  sizes.back() = params.N;
+  Tensor out = allocate(sizes, contiguous_strides(sizes), ScalarType::Float, device);
+  params.out = data_of(out);
+  run_linear(op, params, device);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input, Tensor weight, OptionalTensor bias,
+                                                                    OptionalTensor bn_weight, OptionalTensor bn_bias,
+                                                                    OptionalTensor running_mean, OptionalTensor running_var,
+                                                                    Tensor scale, bool training, double eps) {
+  const char* op = "linear_batchnorm_softmax";
+  LinearParams params = check_linear(op, input, weight, bias);
+  const int32_t device = input.get_device_index();
+  const DeviceGuard guard(device);
+  const int64_t M = params.M, N = params.N;
+  BatchNormParams norm = {};
+  norm.M = M;
+  norm.N = N;
+  norm.eps = eps;
+  norm.type = params.type;
+  const auto fill = [&](const Vector& vector, const void*& data, int64_t& stride, DataType& type) {
+    data = vector.data;
+    stride = vector.stride;
+    type = vector.type;
+  };
+  fill(check_vector(op, "bn_weight", bn_weight, N, device), norm.weight, norm.weight_stride, norm.weight_type);
+  fill(check_vector(op, "bn_bias", bn_bias, N, device), norm.bias, norm.bias_stride, norm.bias_type);
+  fill(check_vector(op, "running_mean", running_mean, N, device), norm.running_mean, norm.running_mean_stride,
+       norm.running_mean_type);
+  fill(check_vector(op, "running_var", running_var, N, device), norm.running_var, norm.running_var_stride,
+       norm.running_var_type);
+  check_tensor(op, "scale", scale, 0, device);
+  const Sizes scale_sizes = sizes_of(scale);
+  if (scale_sizes.size() > 1 || (scale_sizes.size() == 1 && scale_sizes[0] != 1 && scale_sizes[0] != N)) {
+    fail(op, "scale", "shape (), (1,) or (" + std::to_string(N) + ",)", text(scale_sizes));
+  }
+  norm.scale = data_of(scale);
+  norm.scale_stride = scale_sizes.empty() || scale_sizes[0] == 1 ? 0 : scale.stride(0);
+  norm.scale_type = data_type(op, "scale", scale);
+  if (training && M == 1) fail(op, "input", "more than 1 value per channel when training", "shape " + text(sizes_of(input)));
+  if (!training && !running_mean.has_value()) fail(op, "running_mean", "a tensor unless training", "None");
+  if (!training && !running_var.has_value()) fail(op, "running_var", "a tensor unless training", "None");
+
+  const ScalarType accumulator = accumulator_type(params.type);
+  Tensor out = allocate({M, N}, contiguous_strides({M, N}), input.scalar_type(), device);
+  Tensor linear_out = allocate({M, N}, contiguous_strides({M, N}), accumulator, device);
+  Tensor mean = allocate({N}, {1}, accumulator, device), var = allocate({N}, {1}, accumulator, device);
+  const int64_t parts = (M + kStatisticsRows - 1) / kStatisticsRows, bytes = accumulator_bytes(params.type);
+  Tensor statistics = allocate_bytes(training ? parts * N * 2 * bytes : 0, device);
+  Tensor coefficients = allocate_bytes(3 * N * bytes, device);  // center, factor, shift
+  params.out = data_of(linear_out);
+  params.statistics = training ? data_of(statistics) : nullptr;
+  norm.statistics = params.statistics;
+  norm.mean = data_of(mean);
+  norm.var = data_of(var);
+  norm.center = data_of(coefficients);
+  norm.factor = static_cast<char*>(norm.center) + N * bytes;
+  norm.shift = static_cast<char*>(norm.center) + 2 * N * bytes;
+  NormSoftmaxParams softmax = {M, N, params.out, norm.center, norm.factor, norm.shift, data_of(out), params.type};
+
+  run_linear(op, params, device);
+  check_status(op, launch_batch_norm(norm, current_stream(device)), device);
+  check_status(op, launch_norm_softmax(softmax, current_stream(device)), device);
+  return {out, mean, var, linear_out};
+}
+
+}  // namespace
+}  // namespace attention_ext
+
+STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
+  m.impl("linear_float32", TORCH_BOX(&attention_ext::linear_float32));
+  m.impl("linear_batchnorm_softmax", TORCH_BOX(&attention_ext::linear_batchnorm_softmax));
+}

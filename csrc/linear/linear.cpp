@@ -1,0 +1,148 @@
+// Driver of the linear layer. Pure host code.
+//
+// float on Hopper: input and weight are split into half terms (split_rows.cu), some rows and some features at a time so that the terms
+// stay small, and multiplied by warpgroups; then what was marked is done anew on plain cores, which do all sums of few products. Half types on Hopper: by warpgroups, where
+// the copy engine takes the operands. All else: tiled_linear.cu.
+#include "../pipeline/slices.h"
+#include "../sm90/tensor_map.h"
+#include "linear_params.h"
+
+namespace attention_ext {
+namespace {
+
+constexpr int64_t kTermBytes = int64_t{64} << 20;  // of each operand's terms, where a tile's do not take more
+
+// How float operands are split: parts of rows and of features, and where their terms lie in the workspace.
+struct SplitPlan {
+  int64_t rows, features;  // of a part
+  int64_t pitch;           // of terms, in elements
+  int64_t weight_at, input_exponents_at, weight_exponents_at, suspect_at, bytes;
+};
+
+int64_t tiles_of(int64_t count) { return (count + kLinearTile - 1) / kLinearTile; }
+
+SplitPlan plan_split(const LinearParams& params) {
+  constexpr int64_t kProcessors = 132;  // of an H100 or H200; elsewhere the choice is only a little worse
+  SplitPlan plan = {};
+  plan.pitch = round_up(params.K, 8);
+  const int64_t in_cap = std::max<int64_t>(kTermBytes / (4 * plan.pitch) / kLinearTile, 1);  // tiles
+  plan.rows = even_piece(params.M, in_cap * kLinearTile, kLinearTile, kLinearTile);
+  // CTAs stay and take tile after tile, so whole rounds are the best parts.
+  const int64_t row_tiles = tiles_of(plan.rows), rounds = in_cap * row_tiles / kProcessors;
+  const int64_t columns = rounds > 0 ? std::max<int64_t>(rounds * kProcessors / row_tiles, 1) : in_cap;
+  plan.features = std::min(columns * kLinearTile, params.N);
+  plan.weight_at = round_up(4 * plan.rows * plan.pitch, kWorkspaceAlignment);
+  plan.input_exponents_at = plan.weight_at + round_up(4 * plan.features * plan.pitch, kWorkspaceAlignment);
+  plan.weight_exponents_at = plan.input_exponents_at + round_up(4 * plan.rows, kWorkspaceAlignment);
+  plan.suspect_at = plan.weight_exponents_at + round_up(4 * plan.features, kWorkspaceAlignment);
+  plan.bytes = plan.suspect_at + 4 * tiles_of(params.M) * tiles_of(params.N);
+  return plan;
+}
+
+bool empty(const LinearParams& params) { return params.M == 0 || params.N == 0; }
+
+// Short sums stay on plain cores: their error is about that of the terms, which only longer ones exceed.
+constexpr int64_t kLongSum = 512;
+
+bool takes_terms(const LinearParams& params, bool hopper) {
+  return hopper && params.type == DataType::kFloat && params.K > kLongSum && !empty(params);
+}
+
+bool takes_warpgroups(const LinearParams& params, bool hopper) {
+  const BatchDims one = {{1}, 1};
+  const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
+  return hopper && half_type && params.K > 0 && !empty(params) && tensor_map_takes(one, params.input, params.M) &&
+         tensor_map_takes(one, params.weight, params.N);
+}
+
+// The terms of some rows, as an operand of two matrices.
+MatrixView terms_view(void* data, int64_t rows, int64_t pitch) {
+  MatrixView view = {};
+  view.data = data;
+  view.batch_stride[0] = rows * pitch;
+  view.row_stride = pitch;
+  view.col_stride = 1;
+  view.group = 1;
+  view.vector = true;
+  return view;
+}
+
+cudaError_t split(const MatrixView& source, int64_t first, int64_t rows, int64_t cols, void* terms, int32_t* exponents,
+                  cudaStream_t stream) {
+  SplitRowsParams params = {source, rows, cols, terms, exponents};
+  params.source.data = static_cast<float*>(source.data) + first * source.row_stride;
+  return launch_split_rows(params, stream);
+}
+
+// What a part's product writes and reads beside its operands.
+WarpgroupLinearParams part_of(const LinearParams& params, int64_t row, int64_t rows, int64_t feature, int64_t features) {
+  WarpgroupLinearParams part = {};
+  part.rows = rows;
+  part.cols = features;
+  part.K = params.K;
+  if (params.bias != nullptr) {
+    part.bias = static_cast<const char*>(params.bias) + feature * params.bias_stride * element_bytes(params.type);
+  }
+  part.bias_stride = params.bias_stride;
+  part.out = static_cast<float*>(params.out) + row * params.N + feature;
+  if (params.statistics != nullptr) {
+    part.statistics = static_cast<ColumnStatistics<float>*>(params.statistics) + row / kStatisticsRows * params.N + feature;
+  }
+  part.pitch = params.N;
+  part.type = params.type;
+  return part;
+}
+
+cudaError_t multiply_terms(const LinearParams& params, char* workspace, cudaStream_t stream) {
+  const SplitPlan plan = plan_split(params);
+  void *input_terms = workspace, *weight_terms = workspace + plan.weight_at;
+  int32_t* input_exponents = reinterpret_cast<int32_t*>(workspace + plan.input_exponents_at);
+  int32_t* weight_exponents = reinterpret_cast<int32_t*>(workspace + plan.weight_exponents_at);
+  int32_t* suspect = reinterpret_cast<int32_t*>(workspace + plan.suspect_at);
+  cudaError_t status = cudaMemsetAsync(suspect, 0, 4 * tiles_of(params.M) * tiles_of(params.N), stream);
+  for (int64_t row = 0; row < params.M && status == cudaSuccess; row += plan.rows) {
+    const int64_t rows = std::min(plan.rows, params.M - row);
+    status = split(params.input, row, rows, params.K, input_terms, input_exponents, stream);
+    for (int64_t feature = 0; feature < params.N && status == cudaSuccess; feature += plan.features) {
+      const int64_t features = std::min(plan.features, params.N - feature);
+      if (row == 0 || plan.features < params.N) {
+        status = split(params.weight, feature, features, params.K, weight_terms, weight_exponents, stream);
+        if (status != cudaSuccess) return status;
+      }
+      WarpgroupLinearParams part = part_of(params, row, rows, feature, features);
+      part.input = terms_view(input_terms, rows, plan.pitch);
+      part.weight = terms_view(weight_terms, features, plan.pitch);
+      part.input_exponents = input_exponents;
+      part.weight_exponents = weight_exponents;
+      part.suspect_pitch = tiles_of(params.N);
+      part.suspect = suspect + row / kLinearTile * part.suspect_pitch + feature / kLinearTile;
+      status = launch_warpgroup_linear(part, stream);
+    }
+  }
+  if (status != cudaSuccess) return status;
+  LinearParams again = params;
+  again.suspect = suspect;
+  status = launch_tiled_linear(again, stream);
+  return status != cudaSuccess || params.statistics == nullptr ? status : launch_column_statistics(again, stream);
+}
+
+}  // namespace
+
+int64_t linear_workspace(const LinearParams& params, bool hopper) {
+  return takes_terms(params, hopper) ? plan_split(params).bytes : 0;
+}
+
+cudaError_t linear(const LinearParams& params, bool hopper, void* workspace, cudaStream_t stream) {
+  if (empty(params)) return cudaSuccess;
+  if (takes_terms(params, hopper)) return multiply_terms(params, static_cast<char*>(workspace), stream);
+  if (takes_warpgroups(params, hopper)) {
+    WarpgroupLinearParams whole = part_of(params, 0, params.M, 0, params.N);
+    whole.input = params.input;
+    whole.weight = params.weight;
+    return launch_warpgroup_linear(whole, stream);
+  }
+  const cudaError_t status = launch_tiled_linear(params, stream);
+  return status != cudaSuccess || params.statistics == nullptr ? status : launch_column_statistics(params, stream);
+}
+
+}  // namespace attention_ext
