@@ -14,9 +14,10 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel")
+PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel", "tiled_linear_kernel")
 # Kernels that multiply by wgmma and load by the copy engine: code for sm_90a, empty bodies for other cards.
-WARPGROUP_PRODUCTS = ("product_scores_kernel", "product_values_kernel")
+WARPGROUP_PRODUCTS = ("product_scores_kernel", "product_values_kernel", "warpgroup_linear_kernel")
+SPLIT = "SplitWarpgroupTile"  # of warpgroup_linear_kernel: float operands as two half terms
 FUSED = "fused_forward_kernel"
 WARPGROUP_ARCH = "sm_90a"
 HALF = ("__half", "__nv_bfloat16")
@@ -73,11 +74,12 @@ def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -
 
 
 def check_warpgroup_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
-    """The products by wgmma, of both half types; the fused forward in every head-dim class that is named, with and without mask."""
+    """The products by wgmma, of both half types and of float; the fused forward in every head-dim class that is named, with and without mask."""
     classes = sorted({int(found) for _, name, _ in functions if FUSED in name for found in re.findall(r"Li(\d+)EEELb[01]E", name)})
     if not classes:
         findings.append(f"{FUSED} is missing")
     wanted = [(product, dtype) for product in WARPGROUP_PRODUCTS for dtype in HALF]
+    wanted += [("warpgroup_linear_kernel", SPLIT)]
     wanted += [(FUSED, f"{dtype}Li{width}EEELb{general}E") for dtype in HALF for width in classes for general in (0, 1)]
     for kernel, argument in wanted:
         chosen = [(name, code) for arch, name, code in functions if arch == WARPGROUP_ARCH and kernel in name and argument in name]

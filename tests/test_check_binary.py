@@ -25,9 +25,9 @@ def script() -> ModuleType:
 
 def names() -> list[str]:
     fused = [f"_Z20fused_forward_kernelI9FusedTileI{t}Li{w}EEELb{g}EEvj" for t in HALF for w in (128, 512) for g in (0, 1)]
-    return fused + [
-        f"_Z{kernel}I13WarpgroupTileI{t}Lb0EEEEv" for kernel in ("product_scores_kernel", "product_values_kernel") for t in HALF
-    ]
+    products = ("product_scores_kernel", "product_values_kernel", "warpgroup_linear_kernel")
+    halves = [f"_Z{kernel}I13WarpgroupTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
+    return [*fused, *halves, "_Zwarpgroup_linear_kernelI18SplitWarpgroupTileEEv"]
 
 
 def dump(codes: dict[str, str], arch: str) -> str:
@@ -72,3 +72,4 @@ def test_a_library_without_the_kernels(script):
     script.check_warpgroup_products(script.functions_of(dump({"_Zother": EMPTY}, "sm_80")), findings)
     assert any("fused_forward_kernel is missing" in finding for finding in findings)
     assert sum("product_" in finding for finding in findings) == 4
+    assert sum("warpgroup_linear_kernel" in finding for finding in findings) == 3
