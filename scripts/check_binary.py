@@ -74,7 +74,7 @@ def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -
 
 
 def check_warpgroup_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
-    """The products by wgmma, of both half types and float; the fused forward in every class that is named, with and without mask."""
+    """The products by wgmma, of both half types and float; the fused forward in every class named, with and without mask."""
     classes = sorted({int(found) for _, name, _ in functions if FUSED in name for found in re.findall(r"Li(\d+)EEELb[01]E", name)})
     if not classes:
         findings.append(f"{FUSED} is missing")
