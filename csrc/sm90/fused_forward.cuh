@@ -9,10 +9,13 @@
 // P_2 V_2 | ..., warpgroup 1 S_1 | softmax, P_0 V_0, P_1 V_1 | S_3 ... A third warpgroup's threads load, one of them a ring of 16 KB slots
 // for each consumer, in the order in which it multiplies: 128 keys x 64 of E, or 32 keys x half of Ev.
 // Blocks of keys that a mask hides from all of the CTA's rows are left out.
+// The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
+// wait_for_prerequisites nothing is read or written but shared memory and parameters.
 // Grid: one CTA per 64 rows of a group, row tiles of a group adjacent (they share keys and values in L2), causal: longest first.
 // Shared memory: FusedTile::Shared. Registers: 232 a consumer thread (O 128, S 64), 40 a producer thread.
 #pragma once
 
+#include "../device/dependent_launch.cuh"
 #include "fused_consumer.cuh"
 #include "fused_producer.cuh"
 
@@ -23,6 +26,7 @@ template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps, uint32_t tiles) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
+  launch_dependents();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
@@ -50,6 +54,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       shared.visible[i] = p.mask_type == MaskType::kNone ? 0xffffffffu : 0u;
     }
   }
+  wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
     if constexpr (kGeneral) {

@@ -48,16 +48,27 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
+  int device = 0, processors = 0;
+  status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (status != cudaSuccess) return status;
   const int64_t tiles = fused_tiles(params, Tile::kShareColumns);
-  int64_t ctas = tiles;
-  if (!kGeneral && (!params.causal || params.S <= kShortKeys)) {
-    int device = 0, processors = 0;
-    status = cudaGetDevice(&device);
-    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    if (status != cudaSuccess) return status;
-    ctas = tiles < processors ? tiles : processors;
-  }
-  kernel<<<static_cast<unsigned>(ctas), Tile::kThreads, kSharedBytes, stream>>>(params, maps, static_cast<uint32_t>(tiles));
+  const bool ctas_stay = !kGeneral && (!params.causal || params.S <= kShortKeys);
+  const int64_t ctas = ctas_stay && tiles > processors ? processors : tiles;
+
+  // In one wave: start while the kernel before still runs; the kernel waits for it (wait_for_prerequisites). In more, later CTAs
+  // start late anyhow.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(ctas));
+  config.blockDim = dim3(Tile::kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = ctas <= processors ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, params, maps, static_cast<uint32_t>(tiles));
   return cudaGetLastError();
 }
 
