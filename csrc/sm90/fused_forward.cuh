@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     give_registers<Tile::kProducerRegisters>();
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
-    const int warp = threadIdx.x / 32 % 4;
-    if (threadIdx.x % 32 != 0) return;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
+    if (!elect_thread()) return;
     if (warp < Tile::kConsumers) {
       FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(tiles);
     } else if (warp == Tile::kConsumers) {

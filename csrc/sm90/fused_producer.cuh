@@ -64,16 +64,17 @@ class FusedProducer {
     const int begin = work_.first_column + consumer_ * Tile::kValueSteps * Tile::kStep;
     const int end = min(begin + Tile::kValueSteps * Tile::kStep, static_cast<int>(p_.Ev));
     const int steps = max(end - begin + Tile::kStep - 1, 0) / Tile::kStep;
+    const int slots = work_.value_slots(block, Tile::kValueKeys);  // read once: no refill waits for shared memory
     TensorPosition box = shared_.value[consumer_];
     box.at[1] = block * Tile::kN;
 #pragma unroll 1
-    for (int slot = 0; slot < work_.value_slots(block, Tile::kValueKeys); ++slot) {
+    for (int slot = 0; slot < slots; ++slot) {
       const uint32_t full = claim(steps * kStepBytes);
       const uint32_t s_slot = shared_address(shared_.ring[consumer_][place_.slot]);
-#pragma unroll
-      for (int step = 0; step < Tile::kValueSteps; ++step) {
+#pragma unroll 1
+      for (int step = 0; step < steps; ++step) {
         box.at[0] = begin + step * Tile::kStep;
-        if (step < steps) tma_load(s_slot + step * kStepBytes, &maps_.value, box, full);
+        tma_load(s_slot + step * kStepBytes, &maps_.value, box, full);
       }
       box.at[1] += Tile::kValueKeys;
       place_.advance();
