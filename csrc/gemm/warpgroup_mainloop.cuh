@@ -180,7 +180,8 @@ __device__ __forceinline__ void run_warpgroup_tiles(const Work& work, const Prod
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x % 128 == 0) load_tiles<Tile>(work, maps, shared);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
+    if (warp == 0 && elect_thread()) load_tiles<Tile>(work, maps, shared);
   } else {
     take_registers<Tile::kConsumerRegisters>();
     multiply_tiles<Tile>(work, shared, warpgroup);

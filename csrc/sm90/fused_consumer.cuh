@@ -37,6 +37,7 @@ class FusedConsumer {
   __device__ __forceinline__ void run(uint32_t tiles) {
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
     uint32_t query_parity = 0;
+    const bool passes = Tile::kPasses && Tile::columns(p_.S) > Tile::kShareColumns;
 #pragma unroll 1
     for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       begin_tile(tile);
@@ -45,28 +46,56 @@ class FusedConsumer {
       const int other = 1 - consumer_;
       BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
       // A vote, of threads that agree: the compiler then keeps addresses in uniform registers, where it would not know they are.
-      if (__any_sync(0xffffffffu, walk.done())) release_query();
+      if (__any_sync(0xffffffffu, walk.done() && !passes)) release_query();
 #pragma unroll 1
       for (; !walk.done(); walk.advance()) {
         multiply_query_key();
-        if (__any_sync(0xffffffffu, walk.at_last())) release_query();
+        if (__any_sync(0xffffffffu, walk.at_last() && !passes)) release_query();
         if (walk.ordinal() > 0) wait_weights(other);
         softmax(walk.block(), walk.ordinal());
-        if (walk.ordinal() > 0) add_weighted_values(walk.previous(), other);
+        if (walk.ordinal() > 0) add_weighted_values(walk.previous(), other, !passes);
         wait_weights(consumer_);
-        add_weighted_values(walk.block(), consumer_);
+        add_weighted_values(walk.block(), consumer_, !passes);
       }
       if (walk.other_has_last()) {
         wait_weights(other);
 #pragma unroll
         for (int half = 0; half < 2; ++half) sum_[half] *= shared_.factor[other][row_ + 8 * half];
-        add_weighted_values(walk.previous(), other);
+        add_weighted_values(walk.previous(), other, !passes);
       }
-      store_out(walk.other_has_last() ? other : consumer_);
+      finish_sums(walk.other_has_last() ? other : consumer_);
+      store_out(work_.first_column, passes);
+      if constexpr (Tile::kPasses) {
+        if (passes) run_further_passes();
+      }
     }
   }
 
  private:
+  // The columns of values behind the first pass's, with the weights of the two blocks there may be; then both of these and the query,
+  // whose place the passes' results go through, are released.
+  __device__ __forceinline__ void run_further_passes() {
+    const int columns = static_cast<int>(p_.Ev);
+#pragma unroll 1
+    for (int column = Tile::kShareColumns; column < columns; column += Tile::kShareColumns) {
+#pragma unroll
+      for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
+#pragma unroll 1
+      for (int owner = 0; owner < Tile::kConsumers; ++owner) {
+        const BlockWalk<kGeneral> walk(work_, shared_.visible, owner);
+        if (!walk.done()) add_weighted_values(walk.block(), owner, false);
+      }
+      store_out(column, true);
+    }
+#pragma unroll 1
+    for (int owner = 0; owner < Tile::kConsumers; ++owner) {
+      if (!BlockWalk<kGeneral>(work_, shared_.visible, owner).done()) release_weights(owner);
+    }
+    fence_async_proxy();
+    __syncwarp();  // the warp's results have left the query's place
+    release_query();
+  }
+
   static constexpr int kOut = 32 * Tile::kValueSteps;  // accumulators of O
   static constexpr int kScores = Tile::kN / 2;
   static constexpr float kLog2E = 1.4426950408889634f;
@@ -94,7 +123,7 @@ class FusedConsumer {
 
   __device__ __forceinline__ void begin_tile(uint32_t tile) {
     barrier_sync(kBarrierOwn + consumer_, 128);  // all of the warpgroup have left the tile before
-    if (threadIdx.x % 128 == 0) work_.init(p_, tile, Tile::kShareColumns);
+    if (threadIdx.x % 128 == 0) work_.init(p_, tile, Tile::columns(p_.S));
     barrier_sync(kBarrierOwn + consumer_, 128);  // the work is written
 #pragma unroll
     for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
@@ -213,8 +242,8 @@ class FusedConsumer {
     }
   }
 
-  // out_ = factor * out_ + P V of a block whose weights are ready, with the values next in the ring.
-  __device__ __forceinline__ void add_weighted_values(int block, int owner) {
+  // out_ = factor * out_ + P V of a block whose weights are ready, with the values next in the ring. `last`: with these weights.
+  __device__ __forceinline__ void add_weighted_values(int block, int owner, bool last) {
     const float factor[2] = {shared_.factor[owner][row_], shared_.factor[owner][row_ + 8]};
     // Not left out where all factors are 1: a branch around the accumulators makes ptxas wait for every product on its own.
 #pragma unroll
@@ -242,6 +271,9 @@ class FusedConsumer {
     wgmma_wait<0>();
     pin_registers(out_);
     release(previous);
+    if (last) release_weights(owner);
+  }
+  __device__ __forceinline__ void release_weights(int owner) {
     weights_parity_ ^= 1 << owner;
     if (owner != consumer_) mbarrier_arrive(shared_address(&shared_.weights_free[owner]));
   }
@@ -301,11 +333,10 @@ class FusedConsumer {
     return chunk / 8 * (Tile::kM * Tile::kStep * sizeof(T)) + swizzled(row, chunk % 8);
   }
 
-  // out_ / sum to memory, through this warp's own rows of the weights, which are multiplied; the log-sum-exp.
+  // sum_ of all weights of the rows; the log-sum-exp to memory.
   // The last owner's references are read behind the last barrier: warpgroup 1 writes its own anew only after warpgroup 0 has made the
   // first weights of the next tile, and so has left this one.
-  __device__ __forceinline__ void store_out(int last_owner) {
-    float row_factor[2];
+  __device__ __forceinline__ void finish_sums(int last_owner) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       sum_[half] += __shfl_xor_sync(0xffffffffu, sum_[half], 1);
@@ -319,8 +350,6 @@ class FusedConsumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_ + 8 * half;
-      const float keep_scale = p_.dropout.seed != nullptr ? static_cast<float>(p_.dropout.keep_scale) : 1.0f;
-      row_factor[half] = sum_[half] == 0.0f ? 0.0f : keep_scale / sum_[half];
       if (consumer_ == 0 && work_.first_column == 0 && threadIdx.x % 4 == 0 && row < work_.rows) {
         static_cast<float*>(p_.lse.data)[work_.offset_of_row(p_.batch, p_.lse, row)] =
             sum_[half] == 0.0f ? negative_infinity(0.0f)
@@ -328,11 +357,22 @@ class FusedConsumer {
                                      natural_log(sum_[half]);
       }
     }
+  }
 
+  // out_ / sum to memory, columns from `first_column` on, through this warp's own rows of the weights, which are multiplied, or of the
+  // query where the weights are still wanted.
+  __device__ __forceinline__ void store_out(int first_column, bool through_query) {
+    float row_factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float keep_scale = p_.dropout.seed != nullptr ? static_cast<float>(p_.dropout.keep_scale) : 1.0f;
+      row_factor[half] = sum_[half] == 0.0f ? 0.0f : keep_scale / sum_[half];
+    }
     const int lane = threadIdx.x % 32, warp_row = row_ - lane / 4;
-    const int first_col = work_.first_column + consumer_ * Tile::kValueSteps * Tile::kStep;
+    const int first_col = first_column + consumer_ * Tile::kValueSteps * Tile::kStep;
     const int64_t found = work_.offset_of_row(p_.batch, p_.out, warp_row + lane % 16);  // every lane finds a row's place
-    const uint32_t s_strip = shared_address(shared_.weights[consumer_]) + weights_offset(warp_row, 0);
+    const uint32_t s_tile = shared_address(through_query ? shared_.query[consumer_] : shared_.weights[consumer_][0]);
+    const uint32_t s_strip = s_tile + weights_offset(warp_row, 0);
 #pragma unroll
     for (int strip = 0; strip < Tile::kValueSteps; ++strip) {
       float values[Tile::kStep / 2];

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warpgroup == Tile::kConsumers) {
     if constexpr (kGeneral) {
       FusedWork work;
-      work.init(p, blockIdx.x, Tile::kShareColumns);
+      work.init(p, blockIdx.x, Tile::columns(p.S));
       mark_visible_blocks<Tile>(p, work, shared.visible);
     }
     give_registers<Tile::kProducerRegisters>();

@@ -52,7 +52,7 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  const int64_t tiles = fused_tiles(params, Tile::kShareColumns);
+  const int64_t tiles = fused_tiles(params, Tile::columns(params.S));
   const bool ctas_stay = !kGeneral && (!params.causal || params.S <= kShortKeys);
   const int64_t ctas = ctas_stay && tiles > processors ? processors : tiles;
 

@@ -25,17 +25,28 @@ class FusedProducer {
   __device__ __forceinline__ void run(uint32_t tiles) {
 #pragma unroll 1
     for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      work_.init(p_, tile, Tile::kShareColumns);
+      work_.init(p_, tile, Tile::columns(p_.S));
       set_batch(shared_.key[consumer_], p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value[consumer_], p_.batch, p_.value, work_.n_group * work_.group);
       BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
 #pragma unroll 1
       for (; !walk.done(); walk.advance()) {
         load_keys(walk.block());
-        if (walk.ordinal() > 0) load_values(walk.previous());
-        load_values(walk.block());
+        if (walk.ordinal() > 0) load_values(walk.previous(), work_.first_column);
+        load_values(walk.block(), work_.first_column);
       }
-      if (walk.other_has_last()) load_values(walk.previous());
+      if (walk.other_has_last()) load_values(walk.previous(), work_.first_column);
+      if constexpr (Tile::kPasses) {
+        if (Tile::columns(p_.S) == Tile::kShareColumns) continue;
+#pragma unroll 1
+        for (int column = Tile::kShareColumns; column < p_.Ev; column += Tile::kShareColumns) {
+#pragma unroll 1
+          for (int owner = 0; owner < Tile::kConsumers; ++owner) {
+            const BlockWalk<kGeneral> of_owner(work_, shared_.visible, owner);
+            if (!of_owner.done()) load_values(of_owner.block(), column);
+          }
+        }
+      }
     }
   }
 
@@ -59,9 +70,10 @@ class FusedProducer {
     }
   }
 
-  __device__ __forceinline__ void load_values(int block) {
+  // Of the output's columns from `first_column` on, this warpgroup's.
+  __device__ __forceinline__ void load_values(int block, int first_column) {
     constexpr uint32_t kStepBytes = Tile::kValueKeys * Tile::kStep * sizeof(typename Tile::T);
-    const int begin = work_.first_column + consumer_ * Tile::kValueSteps * Tile::kStep;
+    const int begin = first_column + consumer_ * Tile::kValueSteps * Tile::kStep;
     const int end = min(begin + Tile::kValueSteps * Tile::kStep, static_cast<int>(p_.Ev));
     const int steps = max(end - begin + Tile::kStep - 1, 0) / Tile::kStep;
     const int slots = work_.value_slots(block, Tile::kValueKeys);  // read once: no refill waits for shared memory
@@ -100,7 +112,7 @@ __device__ __forceinline__ void load_queries(const ForwardParams& p, const Fused
   uint32_t parity = 0;
 #pragma unroll 1
   for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    work.init(p, tile, Tile::kShareColumns);
+    work.init(p, tile, Tile::columns(p.S));
     TensorPosition box;
     if (work.group == 1) {
       box.at[1] = work.first_row;
