@@ -31,6 +31,9 @@ __device__ __forceinline__ void divide(uint32_t n, int64_t size, uint32_t& quoti
 template <class Index>  // int64_t, or uint32_t where N is known to fit
 __device__ __forceinline__ int64_t batch_offset(const BatchDims& batch, const MatrixView& view, Index n, int64_t slice_index) {
   int64_t offset = slice_index * view.slice_stride;
+  // One to three dims mostly, and divisions are long code, which kernels that count in 32 bits run once and fetch from L2.
+  constexpr int kUnroll = sizeof(Index) == 4 ? 1 : 4;
+#pragma unroll kUnroll
   for (int dim = batch.count - 1; dim >= 0; --dim) {
     Index index = n;
     if (dim > 0) divide(n, batch.size[dim], n, index);

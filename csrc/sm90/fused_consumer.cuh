@@ -64,29 +64,31 @@ class FusedConsumer {
         add_weighted_values(walk.previous(), other, !passes);
       }
       finish_sums(walk.other_has_last() ? other : consumer_);
-      store_out(work_.first_column, passes);
-      if constexpr (Tile::kPasses) {
-        if (passes) run_further_passes();
+#pragma unroll 1
+      for (int column = work_.first_column;; add_pass()) {  // one place of store_out: its code is long
+        store_out(column, passes);
+        column += Tile::kShareColumns;
+        if (!passes || column >= p_.Ev) break;
       }
+      if (passes) end_passes();
     }
   }
 
  private:
-  // The columns of values behind the first pass's, with the weights of the two blocks there may be; then both of these and the query,
-  // whose place the passes' results go through, are released.
-  __device__ __forceinline__ void run_further_passes() {
-    const int columns = static_cast<int>(p_.Ev);
-#pragma unroll 1
-    for (int column = Tile::kShareColumns; column < columns; column += Tile::kShareColumns) {
+  // out_ of the next columns of values, with the weights of the two blocks there may be.
+  __device__ __forceinline__ void add_pass() {
+    if constexpr (Tile::kPasses) {
 #pragma unroll
       for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
 #pragma unroll 1
       for (int owner = 0; owner < Tile::kConsumers; ++owner) {
         const BlockWalk<kGeneral> walk(work_, shared_.visible, owner);
-        if (!walk.done()) add_weighted_values(walk.block(), owner, false);
+        if (!__any_sync(0xffffffffu, walk.done())) add_weighted_values(walk.block(), owner, false);
       }
-      store_out(column, true);
     }
+  }
+  // Behind all of them the weights are released, and the query, whose place the passes' results went through.
+  __device__ __forceinline__ void end_passes() {
 #pragma unroll 1
     for (int owner = 0; owner < Tile::kConsumers; ++owner) {
       if (!BlockWalk<kGeneral>(work_, shared_.visible, owner).done()) release_weights(owner);
@@ -378,7 +380,7 @@ class FusedConsumer {
       float values[Tile::kStep / 2];
 #pragma unroll
       for (int i = 0; i < Tile::kStep / 2; ++i) values[i] = scaled(out_[strip * (Tile::kStep / 2) + i], row_factor[i / 2 % 2]);
-      for_each_chunk<T>(values, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
+      for_each_chunk<T, 1>(values, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
         T* g_row = static_cast<T*>(p_.out.data) + __shfl_sync(0xffffffffu, found, chunk_row);
         const int col = first_col + strip * Tile::kStep + chunk_col, cols = static_cast<int>(p_.Ev);
         if (warp_row + chunk_row < work_.rows && col < cols) store_chunk(g_row, col, cols, p_.out, chunk);

@@ -115,10 +115,11 @@ struct ProductScoresWork {
           g_statistics[8 * half * p.statistics.row_stride + segment] = {reference, sum, rounded_sum};
         }
       }
-      for_each_chunk<T>(x, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
+      for_each_chunk<T, 4>(x, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
         // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
         if (kPlain || (warp_row + chunk_row < at.rows && first_col + chunk_col < at.cols)) {
-          *reinterpret_cast<uint4*>(g_out + chunk_row * p.out.row_stride + first_col + chunk_col) = chunk;
+          *reinterpret_cast<uint4*>(g_out + chunk_row * p.out.row_stride + first_col + chunk_col) =
+              *reinterpret_cast<const uint4*>(chunk);
         }
       });
     }

@@ -72,7 +72,7 @@ struct ProductValuesWork {
         const float row_factor = factors[i / 2 % 2];
         x[i] = row_factor == 0.0f ? 0.0f : product[strip * (Tile::kStripCols / 2) + i] * row_factor;
       }
-      for_each_chunk<T>(x, s_strip, [&](int chunk_row, int chunk_col, const uint4& chunk) {
+      for_each_chunk<T, 4>(x, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
         const int col = first_col + chunk_col;
         if (warp_row + chunk_row >= at.rows || col >= at.cols) return;
         store_chunk(g_out + chunk_row * p.out.row_stride, col, at.cols, p.out, chunk);
