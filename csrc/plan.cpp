@@ -69,8 +69,10 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   if (width <= 512 && !(few && S >= 2048)) {
     return {Kernel::kSm90_512, "a fused kernel for Hopper takes head dims up to 512", 0, measured_faster};
   }
-  const bool short_keys = S <= 512, short_rows = problem.L * group <= 64 && !few;
-  if (width > 512 && problem.E <= 1024 && tiles <= kProcessors && (short_keys || short_rows)) {
+  // All columns of values in one CTA (few keys), or a share of them where there are CTAs for all shares at once.
+  const bool passes = S <= 128 || (S <= 256 && (problem.is_causal || row_tiles <= kProcessors));
+  const bool short_rows = problem.L * group <= 64 && !few;
+  if (width > 512 && problem.E <= 1024 && (passes || (tiles <= kProcessors && (S <= 512 || short_rows)))) {
     return {Kernel::kSm90_1024, "a fused kernel for Hopper takes short problems of head dims up to 1024", 0, measured_faster};
   }
   return {Kernel::kSm90Pipeline,

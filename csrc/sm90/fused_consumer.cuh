@@ -34,13 +34,13 @@ class FusedConsumer {
     col_ = threadIdx.x % 4 * 2;
   }
 
-  __device__ __forceinline__ void run(uint32_t tiles) {
+  __device__ __forceinline__ void run(uint32_t tiles, int columns) {
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
     uint32_t query_parity = 0;
-    const bool passes = Tile::kPasses && Tile::columns(p_.S) > Tile::kShareColumns;
+    const bool passes = Tile::kPasses && columns > Tile::kShareColumns;
 #pragma unroll 1
     for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      begin_tile(tile);
+      begin_tile(tile, columns);
       mbarrier_wait(shared_address(&shared_.query_full), query_parity);
       query_parity ^= 1;
       const int other = 1 - consumer_;
@@ -123,9 +123,9 @@ class FusedConsumer {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty));
   }
 
-  __device__ __forceinline__ void begin_tile(uint32_t tile) {
+  __device__ __forceinline__ void begin_tile(uint32_t tile, int columns) {
     barrier_sync(kBarrierOwn + consumer_, 128);  // all of the warpgroup have left the tile before
-    if (threadIdx.x % 128 == 0) work_.init(p_, tile, Tile::columns(p_.S));
+    if (threadIdx.x % 128 == 0) work_.init(p_, tile, columns);
     barrier_sync(kBarrierOwn + consumer_, 128);  // the work is written
 #pragma unroll
     for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
@@ -361,9 +361,9 @@ class FusedConsumer {
     }
   }
 
-  // out_ / sum to memory, columns from `first_column` on, through this warp's own rows of the weights, which are multiplied, or of the
-  // query where the weights are still wanted.
-  __device__ __forceinline__ void store_out(int first_column, bool through_query) {
+  // out_ / sum to memory, columns from `first_column` on, through this warp's own rows of a tile in shared memory: the weights', which are
+  // multiplied, or the query's in passes, which want the weights again.
+  __device__ __forceinline__ void store_out(int first_column, bool passes) {
     float row_factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -373,8 +373,8 @@ class FusedConsumer {
     const int lane = threadIdx.x % 32, warp_row = row_ - lane / 4;
     const int first_col = first_column + consumer_ * Tile::kValueSteps * Tile::kStep;
     const int64_t found = work_.offset_of_row(p_.batch, p_.out, warp_row + lane % 16);  // every lane finds a row's place
-    const uint32_t s_tile = shared_address(through_query ? shared_.query[consumer_] : shared_.weights[consumer_][0]);
-    const uint32_t s_strip = s_tile + weights_offset(warp_row, 0);
+    const T* s_tile = passes ? shared_.query[consumer_] : shared_.weights[consumer_][0];
+    const uint32_t s_strip = shared_address(s_tile) + weights_offset(warp_row, 0);
 #pragma unroll
     for (int strip = 0; strip < Tile::kValueSteps; ++strip) {
       float values[Tile::kStep / 2];

@@ -21,10 +21,12 @@
 
 namespace attention_ext {
 
+// A CTA takes `columns` of values: a share of them, or all.
 // With a mask a CTA takes one tile (gridDim.x is `tiles`), since the blocks that it marks as visible are those of one.
 template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps, uint32_t tiles) {
+    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps, uint32_t tiles,
+                         int columns) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
   launch_dependents();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -59,7 +61,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warpgroup == Tile::kConsumers) {
     if constexpr (kGeneral) {
       FusedWork work;
-      work.init(p, blockIdx.x, Tile::columns(p.S));
+      work.init(p, blockIdx.x, columns);
       mark_visible_blocks<Tile>(p, work, shared.visible);
     }
     give_registers<Tile::kProducerRegisters>();
@@ -67,13 +69,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (!elect_thread()) return;
     if (warp < Tile::kConsumers) {
-      FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(tiles);
+      FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(tiles, columns);
     } else if (warp == Tile::kConsumers) {
-      load_queries<Tile>(p, maps, shared, tiles);
+      load_queries<Tile>(p, maps, shared, tiles, columns);
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();
-    FusedConsumer<Tile, kGeneral>(p, shared, warpgroup).run(tiles);
+    FusedConsumer<Tile, kGeneral>(p, shared, warpgroup).run(tiles, columns);
   }
 #endif
 }

@@ -52,7 +52,9 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
-  const int64_t tiles = fused_tiles(params, Tile::columns(params.S));
+  int columns = Tile::kShareColumns;
+  if (Tile::kPasses && params.S <= 2 * Tile::kN && fused_tiles(params, columns) > processors) columns = kAllColumns;
+  const int64_t tiles = fused_tiles(params, columns);
   const bool ctas_stay = !kGeneral && (!params.causal || params.S <= kShortKeys);
   const int64_t ctas = ctas_stay && tiles > processors ? processors : tiles;
 
@@ -68,7 +70,7 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = ctas <= processors ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, params, maps, static_cast<uint32_t>(tiles));
+  cudaLaunchKernelEx(&config, kernel, params, maps, static_cast<uint32_t>(tiles), columns);
   return cudaGetLastError();
 }
 

@@ -22,10 +22,10 @@ class FusedProducer {
                                            int consumer)
       : p_(p), maps_(maps), shared_(shared), work_(shared.work[Tile::kConsumers + consumer]), consumer_(consumer) {}
 
-  __device__ __forceinline__ void run(uint32_t tiles) {
+  __device__ __forceinline__ void run(uint32_t tiles, int columns) {
 #pragma unroll 1
     for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      work_.init(p_, tile, Tile::columns(p_.S));
+      work_.init(p_, tile, columns);
       set_batch(shared_.key[consumer_], p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value[consumer_], p_.batch, p_.value, work_.n_group * work_.group);
       BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
@@ -37,7 +37,7 @@ class FusedProducer {
       }
       if (walk.other_has_last()) load_values(walk.previous(), work_.first_column);
       if constexpr (Tile::kPasses) {
-        if (Tile::columns(p_.S) == Tile::kShareColumns) continue;
+        if (columns == Tile::kShareColumns) continue;
 #pragma unroll 1
         for (int column = Tile::kShareColumns; column < p_.Ev; column += Tile::kShareColumns) {
 #pragma unroll 1
@@ -104,7 +104,7 @@ class FusedProducer {
 // Loads the query tiles; columns from E on and queries from L on become zeros. One thread.
 template <class Tile>
 __device__ __forceinline__ void load_queries(const ForwardParams& p, const FusedMaps& maps, typename Tile::Shared& shared,
-                                             uint32_t tiles) {
+                                             uint32_t tiles, int columns) {
   using T = typename Tile::T;
   FusedWork& work = shared.work[2 * Tile::kConsumers];
   const int steps = (static_cast<int>(p.E) + Tile::kStep - 1) / Tile::kStep;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void load_queries(const ForwardParams& p, const Fused
   uint32_t parity = 0;
 #pragma unroll 1
   for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    work.init(p, tile, Tile::columns(p.S));
+    work.init(p, tile, columns);
     TensorPosition box;
     if (work.group == 1) {
       box.at[1] = work.first_row;

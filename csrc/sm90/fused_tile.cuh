@@ -19,16 +19,18 @@ struct FusedTileShape {
 // Shared memory: query 8 KB a step, weights 2 x 16 KB, rings 2 x 16 KB a slot, within 227 KB. Registers: 32 accumulators a value
 // step and 64 scores a thread of 232; five value steps would leave nothing to compute with.
 constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
-  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5}  // 208 KB; a sixth slot would be 240
-         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5}  // 224 KB
-         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4}  // 208 KB; a fifth slot would be 240
-         : head_dim_class <= 512
-             ? FusedTileShape{8, 4, 4}    // 224 KB
-             : FusedTileShape{16, 4, 2};  // 224 KB; CTAs share the columns of values, or take them in passes
+  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5}   // 208 KB; a sixth slot would be 240
+         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5}   // 224 KB
+         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4}   // 208 KB; a fifth slot would be 240
+         : head_dim_class <= 512 ? FusedTileShape{8, 4, 4}   // 224 KB
+         : head_dim_class <= 768 ? FusedTileShape{12, 4, 3}  // 224 KB; CTAs share the columns of values, or take them in passes
+                                 : FusedTileShape{16, 4, 2};  // 224 KB; the same
 }
 
 constexpr int kFusedRows = 64;   // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
 constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read a third more of shared memory
+
+constexpr int kAllColumns = 1 << 30;  // of values that a CTA takes in passes
 
 // Blocks of keys whose visibility under a mask a CTA looks up in advance; blocks behind are taken for visible.
 constexpr int kTrackedBlocks = 2048;
@@ -92,10 +94,8 @@ struct FusedTile {
   static constexpr int kValueSteps = kShape.value_steps;
   static constexpr int kSlots = kShape.slots;
   static constexpr int kShareColumns = 2 * kValueSteps * kStep;  // of values that registers hold the output of
-  // Columns of values that one CTA takes, given the number of keys: those, or, of a class that is wider, all in one pass after another
-  // where two blocks are all keys and their weights stay in shared memory.
+  // Of a class that is wider a CTA may take all columns in passes, where two blocks are all keys and their weights stay in shared memory.
   static constexpr bool kPasses = kClass > kShareColumns;
-  static constexpr __host__ __device__ int columns(int64_t keys) { return kPasses && keys <= 2 * kN ? 1 << 30 : kShareColumns; }
   static constexpr int kConsumers = 2;  // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
