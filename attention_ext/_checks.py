@@ -16,7 +16,7 @@ __all__ = ["attention_shape", "check_attention", "check_seed", "check_shape", "r
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def _message(argument: str, expected: str, got: str) -> str:
+def message(argument: str, expected: str, got: str) -> str:
     return f"attention_ext: {argument}: expected {expected}, got {got}"
 
 
@@ -31,10 +31,10 @@ def surely(condition: bool | torch.SymBool) -> bool:
 
 
 def refuse(argument: str, expected: str, got: object) -> NoReturn:
-    raise RuntimeError(_message(argument, expected, str(got)))
+    raise RuntimeError(message(argument, expected, str(got)))
 
 
-def _shape(tensor: Tensor) -> str:
+def shape_of(tensor: Tensor) -> str:
     return f"shape ({', '.join(str(size) for size in tensor.shape)})"
 
 
@@ -51,15 +51,15 @@ def _check_operand(name: str, tensor: Tensor | None, query: Tensor, min_rank: in
         refuse(name, f"the query's device {query.device}", tensor.device)
     if tensor.dim() < min_rank:
         gqa = " with enable_gqa" if min_rank == 3 else ""
-        refuse(name, f"rank {min_rank} or more{gqa}", f"{_shape(tensor)} of rank {tensor.dim()}")
+        refuse(name, f"rank {min_rank} or more{gqa}", f"{shape_of(tensor)} of rank {tensor.dim()}")
 
 
 def _check_heads(name: str, tensor: Tensor, query: Tensor) -> None:
     heads, q_heads = tensor.size(-3), query.size(-3)
-    torch._check(heads != 0, lambda: _message(name, "at least one head with enable_gqa", "0 heads"))
+    torch._check(heads != 0, lambda: message(name, "at least one head with enable_gqa", "0 heads"))
     torch._check(
         q_heads % heads == 0,
-        lambda: _message(name, f"a head count that divides the query's {q_heads}", f"{heads} heads"),
+        lambda: message(name, f"a head count that divides the query's {q_heads}", f"{heads} heads"),
     )
 
 
@@ -77,13 +77,13 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
             try:
                 leading = torch.broadcast_shapes(leading, other)
             except (RuntimeError, ValueError):
-                refuse(name, f"leading dimensions that broadcast with the query's {_shape(query)}", _shape(tensor))
+                refuse(name, f"leading dimensions that broadcast with the query's {shape_of(query)}", shape_of(tensor))
     return [*leading, *shape[-tail:-1], key.size(-2)]
 
 
 def _check_mask(mask: Tensor, query: Tensor, scores: list[int], is_causal: bool) -> None:
     if is_causal:
-        refuse("attn_mask", "None together with is_causal=True", f"a mask of {_shape(mask)}")
+        refuse("attn_mask", "None together with is_causal=True", f"a mask of {shape_of(mask)}")
     if mask.is_nested or mask.layout is not torch.strided:
         refuse("attn_mask", "a dense (strided) tensor", "a nested tensor" if mask.is_nested else f"layout {mask.layout}")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
@@ -92,10 +92,10 @@ def _check_mask(mask: Tensor, query: Tensor, scores: list[int], is_causal: bool)
         refuse("attn_mask", f"the query's device {query.device}", mask.device)
     want = f"a shape of rank 2 or more that broadcasts to ({', '.join(str(size) for size in scores)})"
     if not 2 <= mask.dim() <= len(scores):
-        refuse("attn_mask", want, _shape(mask))
+        refuse("attn_mask", want, shape_of(mask))
     for size, target in zip(reversed(mask.shape), reversed(scores), strict=False):
         if not surely(size == 1):
-            torch._check(size == target, lambda: _message("attn_mask", want, _shape(mask)))
+            torch._check(size == target, lambda: message("attn_mask", want, shape_of(mask)))
 
 
 def check_seed(query: Tensor, seed: Tensor | None, dropout_p: float) -> None:
@@ -103,7 +103,7 @@ def check_seed(query: Tensor, seed: Tensor | None, dropout_p: float) -> None:
     if dropout_p > 0.0 and seed is None:
         refuse("seed", f"a 1-element int64 tensor for dropout_p = {dropout_p}", None)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != query.device):
-        refuse("seed", f"a 1-element int64 tensor on {query.device}", f"{seed.dtype}, {_shape(seed)} on {seed.device}")
+        refuse("seed", f"a 1-element int64 tensor on {query.device}", f"{seed.dtype}, {shape_of(seed)} on {seed.device}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -111,10 +111,10 @@ def check_shape(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype,
     want = f"shape ({', '.join(str(size) for size in shape)}), {dtype} on {device}"
     same = tensor.dim() == len(shape) and tensor.dtype == dtype and tensor.device == device
     if not same:
-        refuse(name, want, f"{_shape(tensor)}, {tensor.dtype} on {tensor.device}")
+        refuse(name, want, f"{shape_of(tensor)}, {tensor.dtype} on {tensor.device}")
     for size, target in zip(tensor.shape, shape, strict=True):
         if not surely(size == target):
-            torch._check(size == target, lambda: _message(name, want, _shape(tensor)))
+            torch._check(size == target, lambda: message(name, want, shape_of(tensor)))
 
 
 def check_attention(
@@ -133,11 +133,11 @@ def check_attention(
     check_cuda_library(query.device)
     torch._check(
         key.size(-1) == query.size(-1),
-        lambda: _message("key", f"the query's head dim E = {query.size(-1)} as its last size", _shape(key)),
+        lambda: message("key", f"the query's head dim E = {query.size(-1)} as its last size", shape_of(key)),
     )
     torch._check(
         value.size(-2) == key.size(-2),
-        lambda: _message("value", f"the key's length S = {key.size(-2)} as its second to last size", _shape(value)),
+        lambda: message("value", f"the key's length S = {key.size(-2)} as its second to last size", shape_of(value)),
     )
     if enable_gqa:
         _check_heads("key", key, query)

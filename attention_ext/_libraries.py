@@ -61,7 +61,7 @@ BUILD = _load_schemas()
 CUDA_PROBLEM = _load_kernels(BUILD)
 
 
-def check_cuda_library(device: torch.device) -> None:
+def check_cuda_library(device: torch.device, argument: str = "query") -> None:
     """Refuses CUDA tensors where the CUDA library is missing or is not for this torch."""
     if CUDA_PROBLEM is not None and device.type == "cuda":
-        raise RuntimeError(f"attention_ext: query: expected a CPU tensor, got one on {device}. {CUDA_PROBLEM}")
+        raise RuntimeError(f"attention_ext: {argument}: expected a CPU tensor, got one on {device}. {CUDA_PROBLEM}")

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _reference, _routing, _stages
+from . import _linear, _linear_softmax, _reference, _routing, _stages
 from ._autograd import Attention, expand_leading
 from ._checks import check_attention, check_seed, check_shape, refuse
+from ._transforms import AUTOCAST, castable
 
 __all__: list[str] = []
 
@@ -19,10 +20,6 @@ _LIBRARY.define(  # the router of a kernel that C++ declares, so it needs no dec
 )
 _SDPA, _WITH_LSE = torch.ops.attention_ext.sdpa.default, torch.ops.attention_ext.sdpa_with_lse.default
 _FORWARD = torch.ops.attention_ext.sdpa_forward.default
-_AUTOCAST = {
-    "cpu": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU),
-    "cuda": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA),
-}
 
 
 def _check_kernel_name(query: Tensor, kernel_name: str) -> None:
@@ -146,10 +143,9 @@ def _autocast(operator: Any, device_type: str) -> Any:
         dtype = torch.get_autocast_dtype(device_type)
 
         def lower(t: Tensor) -> Tensor:
-            castable = t.is_floating_point() and t.dtype != torch.float64 and t.device.type == device_type
-            return t.to(dtype) if castable else t
+            return t.to(dtype) if castable(t, device_type) else t
 
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST[device_type]):
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST[device_type]):
             mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.float32 else lower(attn_mask)
             return operator(lower(query), lower(key), lower(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
@@ -203,4 +199,5 @@ torch.library.register_fake("attention_ext::sdpa_forward", _forward_fake, lib=_L
 _LIBRARY.impl("sdpa_backward", _backward_cpu, "CPU")
 torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=_LIBRARY)
 torch.library.register_autograd("attention_ext::sdpa_backward", _refuse_double_backward, lib=_LIBRARY)
-_stages.register(_LIBRARY)
+for _part in (_stages, _linear, _linear_softmax):
+    _part.register(_LIBRARY)

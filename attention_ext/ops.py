@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from . import _routing
-from ._checks import check_attention
+from ._checks import check_attention, refuse
+from ._linear_softmax import call_and_update
 
-__all__ = ["Explanation", "explain", "preferred", "sdpa", "sdpa_with_lse"]
+__all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
 
 
 def sdpa(
@@ -178,3 +179,75 @@ def preferred(
 ) -> bool:
     """Whether sdpa was measured faster than PyTorch's own operator for such a call; False where nothing was measured."""
     return explain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).preferred
+
+
+def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """input @ weight.T + bias in float32: torch.ops.attention_ext.linear_float32.
+
+    torch.nn.functional.linear at float32's accuracy whatever torch's settings for float32 products are (TF32, bfloat16).
+
+    Args:
+        input: (..., K), float32, any strides.
+        weight: (N, K), float32, any strides.
+        bias: (N,), float32.
+
+    Returns:
+        (..., N), float32, contiguous. Values of all magnitudes, infinities and NaN come out as in a float32 product.
+
+    Raises:
+        RuntimeError: an input that is refused; the message names the argument, what was expected and what came.
+
+    Differentiable any number of times. In an autocast region it stays in float32, and half operands are widened. Where weight or
+    bias is mapped by vmap, under other torch.func transforms and under forward-mode AD it is PyTorch's linear, on CUDA in float64.
+    """
+    out: Tensor = torch.ops.attention_ext.linear_float32.default(input, weight, bias)
+    return out
+
+
+def linear_batchnorm_softmax(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    bn_weight: Tensor | None = None,
+    bn_bias: Tensor | None = None,
+    scale: Tensor | float,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """softmax(scale * batch_norm(linear(input, weight, bias), running_mean, running_var, bn_weight, bn_bias, ...), -1).
+
+    The functions are torch.nn.functional's, and so are their arguments; nn.LinearBatchNormSoftmax is the module.
+
+    Args:
+        input: (M, K), float16, bfloat16, float32 or float64, any strides.
+        weight, bias: (F, K) and (F,), of the input's dtype.
+        running_mean, running_var: (F,), both or neither. When training they do not matter for the result and are updated in place,
+            as by batch_norm: (1 - momentum) * running + momentum * batch, with the unbiased variance.
+        bn_weight, bn_bias: (F,).
+        scale: a number, or a tensor of shape (), (1,) or (F,); of any sign.
+        training: normalise with the batch's mean and biased variance, which takes M >= 2, else with the running ones.
+        momentum: the batch's share of the new running statistics.
+        eps: added to the variance.
+
+    The statistics, bn_weight, bn_bias and scale are of the input's dtype or float32 (float64 beside float64).
+
+    Returns:
+        (M, F) in the input's dtype, contiguous. The product is float32-accurate for float32 whatever torch's TF32 setting; sums,
+        statistics and softmax are in float32 (float64 for float64). A row of only -inf before the softmax is NaN, as in PyTorch.
+
+    Raises:
+        ValueError: training with fewer than two rows.
+        RuntimeError: any other input that is refused; the message names the argument, what was expected and what came.
+
+    Differentiable any number of times in all but the running statistics. In an autocast region input, weight and bias are cast to
+    the region's dtype; the result, computed from them in float32 and rounded to that dtype, comes in the dtype that PyTorch's
+    softmax would have there: float32 on CUDA, on the CPU what scale and the region's dtype promote to. Under torch.func transforms
+    and forward-mode AD it is a composition of PyTorch's operators.
+    """
+    if momentum is None:
+        refuse("momentum", "a number (nn.LinearBatchNormSoftmax counts the batches for a cumulative average)", None)
+    return call_and_update(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, momentum, eps)

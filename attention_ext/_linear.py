@@ -1,0 +1,141 @@
+"""The operator linear_float32, input @ weight.T + bias: its CPU path, fake kernel, autograd, autocast and vmap.
+
+It is accurate to float32 whatever torch's settings for float32 products are. Its gradient is two more products of the same kind, so
+it can be differentiated any number of times.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._linear_checks import check_linear_float32
+from ._reference import below_autocast
+from ._transforms import AUTOCAST, castable, why_composed
+
+__all__ = ["exactly", "log_composed", "product", "register"]
+
+_LOG = logging.getLogger("attention_ext")
+_MKLDNN: Any = torch.backends.mkldnn  # its attribute matmul is made at run time
+_OPERATOR = torch.ops.attention_ext.linear_float32.default
+
+
+def exactly(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """A product by one of PyTorch's functions, at float32's accuracy for float32 operands.
+
+    Where PyTorch may round them, on CUDA to TF32 and on some CPUs to TF32 or bfloat16, it is computed in float64.
+    """
+    first = tensors[0]
+    may_round = first is not None and (first.is_cuda or _MKLDNN.matmul.fp32_precision not in ("ieee", "none"))
+    if may_round and first is not None and first.dtype == torch.float32:
+        return function(*(None if t is None else t.double() for t in tensors)).float()
+    return function(*tensors)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """left @ right.T of float32 matrices by linear_float32, of float64 ones by PyTorch."""
+    out: Tensor = _OPERATOR(left, right) if left.dtype == torch.float32 else F.linear(left, right)
+    return out
+
+
+def log_composed(operator: str, input: Tensor, reason: str) -> None:
+    if _LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
+        _LOG.info("%s on %s %s: torch, because %s", operator, input.device.type, input.dtype, reason)
+
+
+def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_linear_float32(input, weight, bias)
+    with below_autocast():
+        return exactly(F.linear, input, weight, bias).contiguous()
+
+
+def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_linear_float32(input, weight, bias)
+    return input.new_empty([*input.shape[:-1], weight.size(0)])
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """(..., K) as a matrix (rows, K); not by reshape, which cannot tell the rows of a matrix without elements."""
+    return tensor.unsqueeze(0) if tensor.dim() == 1 else tensor.flatten(0, -2)
+
+
+class LinearFloat32(torch.autograd.Function):
+    """linear_float32 with a gradient."""
+
+    @staticmethod
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            out: Tensor = _OPERATOR(input, weight, bias)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, weight, _ = inputs
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        return (
+            None if weight is None else product(grad, weight.t()),
+            None if input is None else product(_rows(grad).t(), _rows(input).t()),
+            _rows(grad).sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+def _autograd(keyset: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    check_linear_float32(input, weight, bias)
+    if reason := why_composed():
+        log_composed("linear_float32", input, reason)
+        return exactly(F.linear, input, weight, bias)
+    out: Tensor
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
+        out = LinearFloat32.apply(input, weight, bias)
+    else:
+        out = _OPERATOR.redispatch(keyset & torch._C._after_autograd_keyset, input, weight, bias)
+    return out
+
+
+def _autocast(device_type: str) -> Any:
+    """float32 in an autocast region too: half operands are widened, as those of PyTorch's operators that autocast to float32."""
+
+    def cast(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+        def widen(t: Tensor | None) -> Tensor | None:
+            return t.float() if t is not None and castable(t, device_type) else t
+
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST[device_type]):
+            return _OPERATOR(widen(input), widen(weight), widen(bias))
+
+    return cast
+
+
+def _vmap(info: Any, in_dims: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Any, int]:
+    """A mapped input alone is an input with one more leading dim; everything else is a batch of products by PyTorch."""
+    at_input, at_weight, at_bias = (*in_dims, None)[:3]  # in_dims leaves out a bias that was not given
+    input = input if at_input is None else input.movedim(at_input, 0)
+    weight = weight if at_weight is None else weight.movedim(at_weight, 0)
+    bias = bias if bias is None or at_bias is None else bias.movedim(at_bias, 0)
+    sample = input if at_input is None else input[0]
+    check_linear_float32(sample, weight if at_weight is None else weight[0], bias if bias is None or at_bias is None else bias[0])
+    if at_weight is None and at_bias is None:
+        return _OPERATOR(input, weight, bias), 0
+    log_composed("linear_float32", input, "vmap maps weight or bias")
+    rows = _rows(sample) if at_input is None else input.unsqueeze(1) if input.dim() == 2 else input.flatten(1, -2)
+    out = exactly(torch.matmul, rows, weight.mT)
+    if bias is not None:
+        out = out + (bias if at_bias is None else bias.unsqueeze(1))
+    return out.view(info.batch_size, *sample.shape[:-1], out.size(-1)), 0
+
+
+def register(library: torch.library.Library) -> None:
+    """Registers everything about linear_float32 that is not a CUDA kernel."""
+    library.impl("linear_float32", _cpu, "CPU")
+    library.impl("linear_float32", _autograd, "Autograd", with_keyset=True)
+    library.impl("linear_float32", _autocast("cpu"), "AutocastCPU")
+    library.impl("linear_float32", _autocast("cuda"), "AutocastCUDA")
+    torch.library.register_fake("attention_ext::linear_float32", _fake, lib=library)
+    torch.library.register_vmap("attention_ext::linear_float32", _vmap, lib=library)

@@ -1,0 +1,111 @@
+"""What the linear operators accept; the kernels on the CPU, the fake ones and autograd call the same functions.
+
+Messages and errors are those of _checks: a RuntimeError that names the argument, what was expected and what came. Too few rows for
+batch statistics are a ValueError, as in PyTorch.
+"""
+
+import torch
+from torch import Tensor
+
+from ._checks import check_shape, message, refuse, shape_of, surely
+from ._libraries import check_cuda_library
+
+__all__ = ["accumulator", "check_linear_batchnorm_softmax", "check_linear_float32"]
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What sums and statistics are kept in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _check_dense(name: str, tensor: Tensor | None) -> None:
+    if tensor is None:
+        refuse(name, "a tensor", None)
+    if tensor.is_nested or tensor.layout is not torch.strided:
+        refuse(name, "a dense (strided) tensor", "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}")
+
+
+def _check_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """weight (N, K) and bias (N,) for an input (..., K), all of its dtype and device."""
+    check_cuda_library(input.device, "input")
+    _check_dense("weight", weight)
+    if weight.dtype != input.dtype:
+        refuse("weight", f"the input's dtype {input.dtype}", weight.dtype)
+    if weight.device != input.device:
+        refuse("weight", f"the input's device {input.device}", weight.device)
+    if weight.dim() != 2:
+        refuse("weight", "a matrix (features, K)", f"{shape_of(weight)} of rank {weight.dim()}")
+    columns = input.size(-1)
+    if not surely(weight.size(1) == columns):
+        torch._check(
+            weight.size(1) == columns,
+            lambda: message("weight", f"a matrix of as many columns as the input's K = {columns}", shape_of(weight)),
+        )
+    if bias is not None:
+        _check_dense("bias", bias)
+        check_shape("bias", bias, [weight.size(0)], input.dtype, input.device)
+
+
+def check_linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuses what linear_float32 is not defined for."""
+    _check_dense("input", input)
+    if input.dtype != torch.float32:
+        refuse("input", "dtype float32", input.dtype)
+    if input.dim() < 1:
+        refuse("input", "rank 1 or more", f"{shape_of(input)} of rank {input.dim()}")
+    _check_product(input, weight, bias)
+
+
+def _check_feature(name: str, tensor: Tensor, input: Tensor, shape: list[int]) -> None:
+    """A tensor of this shape, of the input's dtype or the accumulator's, on the input's device."""
+    _check_dense(name, tensor)
+    wide = accumulator(input.dtype)
+    if tensor.dtype not in (input.dtype, wide):
+        refuse(name, f"dtype {wide}" if wide == input.dtype else f"the input's dtype {input.dtype} or {wide}", tensor.dtype)
+    check_shape(name, tensor, shape, tensor.dtype, input.device)
+
+
+def _check_scale(scale: Tensor, input: Tensor, features: int) -> None:
+    _check_dense("scale", scale)
+    want = f"shape (), (1,) or ({features},)"
+    if scale.dim() > 1:
+        refuse("scale", want, shape_of(scale))
+    if scale.dim() == 1 and not surely(scale.size(0) == 1):
+        torch._check(scale.size(0) == features, lambda: message("scale", want, shape_of(scale)))
+    _check_feature("scale", scale, input, list(scale.shape))
+
+
+def check_linear_batchnorm_softmax(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bn_weight: Tensor | None,
+    bn_bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    scale: Tensor,
+    training: bool,
+) -> None:
+    """Refuses what linear_batchnorm_softmax is not defined for."""
+    _check_dense("input", input)
+    if input.dtype not in _DTYPES:
+        refuse("input", "dtype float16, bfloat16, float32 or float64", input.dtype)
+    if input.dim() != 2:
+        refuse("input", "a matrix (rows, K)", f"{shape_of(input)} of rank {input.dim()}")
+    _check_product(input, weight, bias)
+    features = weight.size(0)
+    if (running_mean is None) != (running_var is None):
+        missing, other = ("running_mean", "running_var") if running_mean is None else ("running_var", "running_mean")
+        refuse(missing, f"a tensor together with {other}", None)
+    named = {"bn_weight": bn_weight, "bn_bias": bn_bias, "running_mean": running_mean, "running_var": running_var}
+    for name, tensor in named.items():
+        if tensor is not None:
+            _check_feature(name, tensor, input, [features])
+    _check_scale(scale, input, features)
+    if training:
+        rows = input.size(0)
+        torch._check_value(rows > 1, lambda: message("input", "more than 1 value per channel when training", shape_of(input)))
+    elif running_mean is None:
+        refuse("running_mean", "a tensor where training is False", None)

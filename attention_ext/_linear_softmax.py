@@ -1,0 +1,221 @@
+"""The operator linear_batchnorm_softmax: its CPU path, fake kernel, autograd, autocast and vmap.
+
+    linear = input @ weight.T + bias                        (M, F)
+    mean, var = those of the columns of linear (biased) when training, else the running ones
+    out = softmax(scale * ((linear - mean) / sqrt(var + eps) * bn_weight + bn_bias)) over the features
+
+All of it in float32 (float64 for float64). The operator changes nothing: who calls it updates the running statistics.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._linear import exactly, log_composed, product
+from ._linear_checks import accumulator, check_linear_batchnorm_softmax
+from ._reference import below_autocast
+from ._transforms import AUTOCAST, castable, why_composed
+
+__all__ = ["call_and_update", "register"]
+
+_OPERATOR = torch.ops.attention_ext.linear_batchnorm_softmax.default
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _normalised(linear: Tensor, mean: Tensor, var: Tensor, eps: float) -> Tensor:
+    return (linear - mean) * torch.rsqrt(var + eps)
+
+
+def _affine(normalised: Tensor, bn_weight: Tensor | None, bn_bias: Tensor | None) -> Tensor:
+    out = normalised if bn_weight is None else normalised * bn_weight.to(normalised.dtype)
+    return out if bn_bias is None else out + bn_bias.to(normalised.dtype)
+
+
+def _composed(
+    input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
+    running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
+) -> _Four:  # fmt: skip
+    """The operator out of PyTorch's, which every transform can differentiate and map."""
+    check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training)
+    acc = accumulator(input.dtype)
+    linear = exactly(F.linear, input.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
+    if training or running_mean is None or running_var is None:
+        var, mean = torch.var_mean(linear, 0, correction=0)
+    else:
+        mean, var = (t.detach().to(acc, copy=True, memory_format=torch.contiguous_format) for t in (running_mean, running_var))
+    x = _affine(_normalised(linear, mean, var, eps), bn_weight, bn_bias)
+    return torch.softmax(x * scale.to(acc), -1).to(input.dtype), mean, var, linear
+
+
+def _cpu(*args: Any) -> _Four:
+    with below_autocast():
+        out, mean, var, linear = _composed(*args)
+        return out.contiguous(), mean, var, linear.contiguous()
+
+
+def _fake(
+    input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
+    running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
+) -> _Four:  # fmt: skip
+    check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training)
+    acc, shape = accumulator(input.dtype), [input.size(0), weight.size(0)]
+    mean, var = (input.new_empty(shape[1:], dtype=acc) for _ in range(2))
+    return input.new_empty(shape), mean, var, input.new_empty(shape, dtype=acc)
+
+
+def _sum_to(tensor: Tensor, like: Tensor) -> Tensor:
+    """The sum over the rows (M, F) that goes to a tensor of shape (), (1,) or (F,)."""
+    return tensor.sum_to_size(like.shape).to(like.dtype)
+
+
+class LinearBatchNormSoftmax(torch.autograd.Function):
+    """The operator with a gradient in every input but the running statistics, which PyTorch does not differentiate either.
+
+    All four results are differentiable, and the backward is made of differentiable operators on what was saved: second derivatives
+    come out right.
+    """
+
+    @staticmethod
+    def forward(*args: Any) -> _Four:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, mean, var, linear = _OPERATOR(*args)
+        return out, mean, var, linear
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Four) -> None:
+        input, weight, bias, bn_weight, bn_bias, _, _, scale, ctx.training, ctx.eps = inputs
+        _, mean, var, linear = output
+        if not ctx.training:
+            ctx.mark_non_differentiable(mean, var)
+        ctx.set_materialize_grads(False)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(input, weight, bn_weight, bn_bias, scale, mean, var, linear)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_out, grad_mean, grad_var, grad_linear = grads
+        input, weight, bn_weight, bn_bias, scale, mean, var, linear = ctx.saved_tensors
+        needs, acc, rows = ctx.needs_input_grad, linear.dtype, linear.size(0)
+        grad_bn_weight, grad_bn_bias, grad_scale = None, None, None
+        parts = [] if grad_linear is None else [grad_linear]
+        if grad_out is not None:
+            normalised, wide_scale = _normalised(linear, mean, var, ctx.eps), scale.to(acc)
+            x = _affine(normalised, bn_weight, bn_bias)
+            weights = torch.softmax(x * wide_scale, -1)
+            grad = torch._softmax_backward_data(grad_out.to(acc), weights, -1, acc)
+            if needs[7]:
+                grad_scale = _sum_to(grad * x, scale)
+            grad = grad * wide_scale
+            if bn_bias is not None and needs[4]:
+                grad_bn_bias = _sum_to(grad, bn_bias)
+            if bn_weight is not None:
+                grad_bn_weight = _sum_to(grad * normalised, bn_weight) if needs[3] else None
+                grad = grad * bn_weight.to(acc)
+            if ctx.training:
+                grad = grad - grad.mean(0) - normalised * (grad * normalised).mean(0)
+            parts.append(grad * torch.rsqrt(var + ctx.eps))
+        if ctx.training and grad_mean is not None:
+            parts.append((grad_mean / rows).expand_as(linear))
+        if ctx.training and grad_var is not None:
+            parts.append((linear - mean) * (grad_var * (2.0 / rows)))
+        if not parts or not any(needs[:3]):
+            return None, None, None, grad_bn_weight, grad_bn_bias, None, None, grad_scale, None, None
+        grad = sum(parts[1:], parts[0])
+        return (
+            product(grad, weight.to(acc).t()).to(input.dtype) if needs[0] else None,
+            product(grad.t(), input.to(acc).t()).to(weight.dtype) if needs[1] else None,
+            grad.sum(0).to(ctx.bias_dtype) if needs[2] else None,
+            grad_bn_weight, grad_bn_bias, None, None, grad_scale, None, None,
+        )  # fmt: skip
+
+
+def _autograd(keyset: Any, *args: Any) -> _Four:
+    if reason := why_composed():
+        log_composed("linear_batchnorm_softmax", args[0], reason)
+        return _composed(*args)
+    check_linear_batchnorm_softmax(*args[:9])
+    differentiable = (*args[:5], args[7])
+    out: _Four
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
+        out = LinearBatchNormSoftmax.apply(*args)
+    else:
+        out = _OPERATOR.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+    return out
+
+
+def _autocast(device_type: str) -> Any:
+    """In an autocast region: the product's operands in the region's dtype, all else in float32, the output in the dtype that
+    softmax(scale * bn(linear(input))) has there: float32 on CUDA, on the CPU what scale and the product promote to."""
+
+    def cast(
+        input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
+        running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
+    ) -> _Four:  # fmt: skip
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def lower(t: Tensor | None) -> Tensor | None:
+            return t.to(dtype) if t is not None and castable(t, device_type) else t
+
+        def widen(t: Tensor | None) -> Tensor | None:
+            return t.float() if t is not None and castable(t, device_type) else t
+
+        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST[device_type]):
+            out, mean, var, linear = _OPERATOR(
+                lower(input), lower(weight), lower(bias), widen(bn_weight), widen(bn_bias), widen(running_mean),
+                widen(running_var), widen(scale), training, eps,
+            )  # fmt: skip
+            if out.dtype != torch.float64:
+                out = out.to(torch.float32 if device_type == "cuda" else torch.result_type(out, scale))
+        return out, mean, var, linear
+
+    return cast
+
+
+def _batched(*args: Any) -> _Four:
+    """Under vmap: PyTorch's operators, each of which knows how it is mapped."""
+    log_composed("linear_batchnorm_softmax", args[0], "vmap is active")
+    return _composed(*args)
+
+
+def _update(running: Tensor, batch: Tensor, factor: float | Tensor) -> None:
+    """running = (1 - factor) * running + factor * batch, in place, computed in the dtype of the batch's statistic."""
+    batch = batch.detach()  # not under no_grad: a region in an exported program, which not every release of torch can load
+    running.copy_(running.to(batch.dtype) * (1.0 - factor) + batch * factor)
+
+
+def call_and_update(
+    input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
+    running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor | float, training: bool, momentum: float | None,
+    eps: float, num_batches_tracked: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The operator and, when training, the update of what it leaves alone: running statistics and the count of batches.
+
+    momentum None, beside num_batches_tracked: the running statistics become the mean of those of all batches so far.
+    """
+    if not isinstance(scale, Tensor):
+        scale = torch.full((), float(scale), dtype=accumulator(input.dtype), device=input.device)
+    out: Tensor
+    out, mean, var, _ = _OPERATOR(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
+    factor: float | Tensor = 0.0 if momentum is None else momentum
+    if num_batches_tracked is not None:
+        num_batches_tracked.add_(1)
+        if momentum is None:
+            factor = 1.0 / num_batches_tracked.to(mean.dtype)
+    if training and running_mean is not None and running_var is not None:
+        rows = input.size(0)
+        _update(running_mean, mean, factor)
+        _update(running_var, var * (rows / (rows - 1)), factor)
+    return out
+
+
+def register(library: torch.library.Library) -> None:
+    """Registers everything about linear_batchnorm_softmax that is not a CUDA kernel."""
+    name = "linear_batchnorm_softmax"
+    library.impl(name, _cpu, "CPU")
+    library.impl(name, _autograd, "Autograd", with_keyset=True)
+    library.impl(name, _autocast("cpu"), "AutocastCPU")
+    library.impl(name, _autocast("cuda"), "AutocastCUDA")
+    torch.library.register_fake(f"attention_ext::{name}", _fake, lib=library)
+    library.impl(name, _batched, "FuncTorchBatched")

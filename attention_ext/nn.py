@@ -1,0 +1,89 @@
+"""Modules that wrap PyTorch's own and run the fused operators."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._checks import message
+from ._linear_checks import accumulator
+from ._linear_softmax import call_and_update
+
+__all__ = ["LinearBatchNormSoftmax"]
+
+
+def _check_plain(name: str, module: nn.Module, kind: Any) -> None:
+    """Refuses a module whose own forward would do something else: it is never called."""
+    if not isinstance(module, kind) or type(module).forward is not kind.forward:
+        raise TypeError(message(name, f"an nn.{kind.__name__} or a subclass with the same forward", type(module).__name__))
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(len(registered) > 0 for registered in hooks) or "forward" in module.__dict__:
+        raise RuntimeError(message(name, "a module without hooks, since its forward is not called", "one with hooks"))
+
+
+class LinearBatchNormSoftmax(nn.Module):
+    """softmax(scale * bn(linear(input)), -1) by attention_ext.linear_batchnorm_softmax.
+
+    Args:
+        linear: nn.Linear, K to F features.
+        bn: nn.BatchNorm1d of F features, with any of its switches.
+        scale: a number, or a tensor of shape (), (1,) or (F,). A Parameter is trained; any other tensor, or a number, is a buffer.
+
+    The three are shared, not copied, and read at each call: what happens to `linear` and `bn` outside happens here (also
+    parametrizations, .to(), loading a state). The state holds those of the two under "linear." and "bn.", and "scale".
+    The mode is that of `bn`: bn.eval() alone suffices. In training mode the output is normalised with the batch's statistics, and
+    the running ones are updated as nn.BatchNorm1d does.
+
+    Shape: input (M, K) -> (M, F). Input and linear of one dtype; bn and scale of that or float32.
+
+    Raises:
+        ValueError: bn.num_features is not linear.out_features; fewer than two rows for batch statistics.
+        TypeError: a module that is not an nn.Linear or an nn.BatchNorm1d, or a subclass with a forward of its own
+            (nn.SyncBatchNorm: its statistics are those of all processes).
+        RuntimeError: a wrapped module with hooks, which would not run; anything that the operator refuses.
+    """
+
+    linear: nn.Linear
+    bn: nn.BatchNorm1d
+    scale: Tensor
+
+    def __init__(self, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | float) -> None:
+        super().__init__()
+        if isinstance(linear, nn.LazyLinear):  # a plain nn.Linear once it has run
+            raise TypeError(message("linear", "initialised parameters", "a lazy module that has not run yet"))
+        _check_plain("linear", linear, nn.Linear)
+        _check_plain("bn", bn, nn.BatchNorm1d)
+        features = linear.out_features
+        if bn.num_features != features:
+            raise ValueError(message("bn", f"num_features = linear.out_features = {features}", f"num_features = {bn.num_features}"))
+        if not isinstance(scale, Tensor):
+            scale = torch.tensor(float(scale), dtype=accumulator(linear.weight.dtype), device=linear.weight.device)
+        if tuple(scale.shape) not in ((), (1,), (features,)):
+            raise ValueError(message("scale", f"a number or shape (), (1,) or ({features},)", f"shape {tuple(scale.shape)}"))
+        self.linear = linear
+        self.bn = bn
+        if isinstance(scale, nn.Parameter):
+            self.scale = scale
+        else:
+            self.register_buffer("scale", scale)
+
+    def forward(self, input: Tensor) -> Tensor:
+        linear, bn = self.linear, self.bn
+        _check_plain("linear", linear, nn.Linear)
+        _check_plain("bn", bn, nn.BatchNorm1d)
+        update = bn.training and bn.track_running_stats and bn.running_mean is not None
+        kept = not bn.training or update
+        return call_and_update(
+            input,
+            linear.weight,
+            linear.bias,
+            bn.weight,
+            bn.bias,
+            bn.running_mean if kept else None,
+            bn.running_var if kept else None,
+            self.scale,
+            bn.training or (bn.running_mean is None and bn.running_var is None),
+            bn.momentum,
+            bn.eps,
+            bn.num_batches_tracked if update else None,
+        )
