@@ -1,7 +1,7 @@
 """What the linear operators accept; the kernels on the CPU, the fake ones and autograd call the same functions.
 
 Messages and errors are those of _checks: a RuntimeError that names the argument, what was expected and what came. Too few rows for
-batch statistics are a ValueError, as in PyTorch.
+batch statistics and an eps that is no such thing are a ValueError, as in PyTorch.
 """
 
 import torch
@@ -87,6 +87,7 @@ def check_linear_batchnorm_softmax(
     running_var: Tensor | None,
     scale: Tensor,
     training: bool,
+    eps: float,
 ) -> None:
     """Refuses what linear_batchnorm_softmax is not defined for."""
     _check_dense("input", input)
@@ -104,6 +105,10 @@ def check_linear_batchnorm_softmax(
         if tensor is not None:
             _check_feature(name, tensor, input, [features])
     _check_scale(scale, input, features)
+    if not (eps > 0.0 or (eps == 0.0 and not training)):
+        raise ValueError(
+            message("eps", "a positive number when training" if training else "a number that is not negative", str(eps))
+        )
     if training:
         rows = input.size(0)
         torch._check_value(rows > 1, lambda: message("input", "more than 1 value per channel when training", shape_of(input)))

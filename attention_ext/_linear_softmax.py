@@ -38,7 +38,7 @@ def _composed(
     running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
 ) -> _Four:  # fmt: skip
     """The operator out of PyTorch's, which every transform can differentiate and map."""
-    check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training)
+    check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
     acc = accumulator(input.dtype)
     linear = exactly(F.linear, input.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
     if training or running_mean is None or running_var is None:
@@ -59,7 +59,7 @@ def _fake(
     input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
     running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
 ) -> _Four:  # fmt: skip
-    check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training)
+    check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
     acc, shape = accumulator(input.dtype), [input.size(0), weight.size(0)]
     mean, var = (input.new_empty(shape[1:], dtype=acc) for _ in range(2))
     return input.new_empty(shape), mean, var, input.new_empty(shape, dtype=acc)
@@ -135,7 +135,7 @@ def _autograd(keyset: Any, *args: Any) -> _Four:
     if reason := why_composed():
         log_composed("linear_batchnorm_softmax", args[0], reason)
         return _composed(*args)
-    check_linear_batchnorm_softmax(*args[:9])
+    check_linear_batchnorm_softmax(*args)
     differentiable = (*args[:5], args[7])
     out: _Four
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):

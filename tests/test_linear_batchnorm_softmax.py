@@ -1,0 +1,171 @@
+"""linear_batchnorm_softmax: values in training and evaluation, dtypes, shapes, layouts, switches, the functional form."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import reference
+import torch
+import torch.nn.functional as F
+from helpers import FLOATS, HALVES, close
+from linear_reference import check_form, check_layer, layer64, make, own_layer, surrounded
+
+import attention_ext
+
+fused = torch.ops.attention_ext.linear_batchnorm_softmax
+INF, NAN = math.inf, math.nan
+modes = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+MIXED = [(d, d) for d in FLOATS] + [(d, torch.float32) for d in HALVES]  # of the operands, of scale and batch norm
+dtypes = pytest.mark.parametrize(("dtype", "bn_dtype"), MIXED, ids=str)
+
+
+def settled(*args, **options) -> None:
+    reference.settle(lambda: check_layer(make(*args, **options)))
+
+
+@modes
+@dtypes
+@pytest.mark.parametrize("scale", [(), (1,), (10,)], ids=str)
+def test_dtypes_and_shapes_of_scale(
+    device: str, scale: tuple[int, ...], dtype: torch.dtype, bn_dtype: torch.dtype, training: bool, poison: None
+) -> None:
+    settled(dtype=dtype, bn_dtype=bn_dtype, scale=scale, training=training, device=device)
+
+
+@modes
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("eps", [1e-30, 1e-5, 1e-3, 2.0])
+def test_switches(device: str, bias: bool, affine: bool, eps: float, training: bool) -> None:
+    settled(bias=bias, affine=affine, stats=not training or affine, eps=eps, training=training, device=device)
+
+
+@modes
+@pytest.mark.parametrize("which", ["bn_weight", "bn_bias"])
+def test_one_of_weight_and_bias_alone(device: str, which: str, training: bool) -> None:
+    layer = make(training=training, device=device)
+    without = replace(layer, **{which: None})
+    neutral = torch.full_like(layer.bn_weight, float(which == "bn_weight"))
+    torch.testing.assert_close(fused(*without.args()), fused(*replace(layer, **{which: neutral}).args()))
+
+
+WIDTHS = [(5, 1, 1), (2, 3, 33), (33, 1, 3), (3, 33, 1), (65, 1000, 33), (7, 33, 1000), (9, 12, 8191), (9, 8191, 5), (64, 128, 256)]
+
+
+@modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("M", "K", "F"), WIDTHS)
+def test_odd_sizes(device: str, M: int, K: int, F: int, dtype: torch.dtype, training: bool, poison: None) -> None:
+    settled(M, K, F, dtype=dtype, training=training, device=device)
+
+
+@modes
+@pytest.mark.parametrize(("M", "K", "F"), [(70_000, 8, 3), (3, 4, 40_000), (4, 70_000, 5)])
+def test_large_sizes(device: str, M: int, K: int, F: int, training: bool, poison: None) -> None:
+    settled(M, K, F, training=training, device=device)
+
+
+@pytest.mark.parametrize(("M", "K", "F"), [(0, 5, 4), (0, 0, 4), (3, 5, 0), (0, 5, 0), (3, 0, 4)])
+def test_empty(device: str, M: int, K: int, F: int, poison: None) -> None:
+    layer = make(M, K, F, training=False, device=device)
+    results = fused(*layer.args())
+    check_form(results, layer)
+    close(results[0], layer64(layer)[0])
+
+
+def test_no_columns_when_training(device: str) -> None:
+    """K = 0: every feature is its bias, without variance."""
+    check_layer(make(4, 0, 6, device=device))
+
+
+def test_one_row_of_evaluation(device: str) -> None:
+    settled(1, training=False, device=device)
+
+
+LAYOUTS = {
+    "surrounded by NaN": surrounded,
+    "transposed": lambda t: t.t().contiguous().t() if t.dim() == 2 else t,
+    "strided": lambda t: t.repeat_interleave(2, -1)[..., ::2] if t.dim() else t,
+    "offset by one": lambda t: torch.cat([t.new_full((1,), NAN), t.flatten()])[1:].view(t.shape),
+}
+
+
+@modes
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(device: str, layout: str, dtype: torch.dtype, training: bool) -> None:
+    layer = make(37, 40, 29, dtype=dtype, training=training, scale=(29,), device=device)
+    before = layer.map(torch.clone)
+    moved = layer.map(LAYOUTS[layout])
+    check_form(fused(*moved.args()), moved)
+    reference.check_error("out", fused(*moved.args())[0], layer64(layer)[0], own_layer(layer))
+    assert all(torch.equal(t, before.tensors()[name]) for name, t in moved.tensors().items()), "an input has changed"
+
+
+def test_expanded_inputs(device: str) -> None:
+    layer = make(6, 8, 10, training=False, device=device)
+    check_layer(
+        replace(layer, input=layer.input[:1].expand(6, 8), bias=layer.bias[:1].expand(10), bn_bias=layer.bn_bias[:1].expand(10))
+    )
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, -3.5, 1e-3, 50.0])
+@modes
+def test_values_of_scale(device: str, scale: float, training: bool) -> None:
+    layer = replace(make(33, 40, 17, training=training, device=device), scale=torch.tensor([scale], device=device))
+    out = check_layer(layer)
+    if scale == 0.0:
+        assert torch.equal(out, torch.full_like(out, 1 / 17))
+
+
+def test_scale_per_feature_of_both_signs(device: str) -> None:
+    settled(33, 40, 17, scale=(17,), device=device)
+
+
+@modes
+def test_statistics_that_do_not_matter(device: str, training: bool) -> None:
+    """Training looks at the batch alone, evaluation at the running statistics alone."""
+    layer = make(8, 12, 10, training=training, device=device)
+    if training:
+        other = replace(layer, running_mean=torch.full_like(layer.running_mean, NAN), running_var=layer.running_var * 9)
+        assert all(torch.equal(a, b) for a, b in zip(fused(*layer.args()), fused(*other.args()), strict=True))
+        other = replace(layer, running_mean=None, running_var=None)
+        assert all(torch.equal(a, b) for a, b in zip(fused(*layer.args()), fused(*other.args()), strict=True))
+    else:
+        torch.testing.assert_close(fused(*replace(layer, input=layer.input[:3]).args())[0], fused(*layer.args())[0][:3])
+
+
+def test_deterministic(device: str) -> None:
+    layer = make(300, 64, 513, device=device)
+    runs = [fused(*layer.args()) for _ in range(10 if device == "cuda" else 2)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0], strict=True))
+
+
+@modes
+def test_functional_form(device: str, training: bool) -> None:
+    """The keywords are those of linear and batch_norm, the running statistics are updated in place as by batch_norm."""
+    layer = make(9, training=training, eps=1e-3, device=device)
+    own = layer.map(torch.clone)
+    names = ("input", "weight", "bias", "bn_weight", "bn_bias", "running_mean", "running_var", "scale", "training", "eps")
+    out = attention_ext.linear_batchnorm_softmax(**{n: getattr(layer, n) for n in names}, momentum=0.3)
+    x = F.linear(own.input, own.weight, own.bias)
+    x = F.batch_norm(x, own.running_mean, own.running_var, own.bn_weight, own.bn_bias, training, 0.3, 1e-3)
+    torch.testing.assert_close(out, torch.softmax(own.scale * x, -1), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close((layer.running_mean, layer.running_var), (own.running_mean, own.running_var), rtol=1e-5, atol=1e-6)
+    number = attention_ext.linear_batchnorm_softmax(layer.input, layer.weight, scale=-2, training=True)
+    x = F.batch_norm(F.linear(layer.input, layer.weight), None, None, training=True)
+    torch.testing.assert_close(number, torch.softmax(-2 * x, -1), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "bn_dtype"), [(torch.float16, torch.float16), (torch.bfloat16, torch.float32)], ids=str)
+def test_running_statistics_of_other_dtypes(device: str, dtype: torch.dtype, bn_dtype: torch.dtype) -> None:
+    layer = make(9, dtype=dtype, bn_dtype=bn_dtype, device=device)
+    _, mean, var, _ = layer64(layer)
+    want = [0.5 * r.cpu().double() + 0.5 * b for r, b in ((layer.running_mean, mean), (layer.running_var, var * 9 / 8))]
+    of_bn = {n: getattr(layer, n) for n in ("running_mean", "running_var", "bn_weight", "bn_bias", "scale")}
+    attention_ext.linear_batchnorm_softmax(layer.input, layer.weight, layer.bias, **of_bn, training=True, momentum=0.5)
+    close(layer.running_mean, want[0], 2 * torch.finfo(bn_dtype).eps)
+    close(layer.running_var, want[1], 2 * torch.finfo(bn_dtype).eps)
+    assert layer.running_mean.dtype == layer.running_var.dtype == bn_dtype
