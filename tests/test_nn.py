@@ -1,0 +1,297 @@
+"""attention_ext.nn.LinearBatchNormSoftmax: the modules it wraps, in training and evaluation, and what a module has to do."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from helpers import HALVES, close, normal
+from torch import Tensor, nn
+from torch.export import Dim, export
+
+from attention_ext.nn import LinearBatchNormSoftmax
+
+SWITCHES = {
+    "default": {},
+    "no affine": {"affine": False},
+    "cumulative average": {"momentum": None},
+    "momentum 0.9": {"momentum": 0.9},
+    "momentum 1": {"momentum": 1.0},
+    "no statistics": {"track_running_stats": False},
+    "nothing": {"affine": False, "track_running_stats": False},
+    "eps": {"eps": 1e-1},
+}
+switches = pytest.mark.parametrize("switch", SWITCHES)
+SCALES = {
+    "parameter": lambda: nn.Parameter(torch.tensor([0.7])),
+    "per feature": lambda: nn.Parameter(torch.linspace(-2, 2, 6)),
+    "tensor": lambda: torch.tensor(-1.5),
+    "number": lambda: 2,
+}
+
+
+class Chain(nn.Module):
+    """PyTorch's own."""
+
+    def __init__(self, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | float) -> None:
+        super().__init__()
+        self.linear, self.bn, self.scale = linear, bn, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.scale * self.bn(self.linear(x)), 1)
+
+
+def pair(device: str = "cpu", switch: str = "default", scale: str = "parameter", bias: bool = True) -> tuple[nn.Module, nn.Module]:
+    """Ours and PyTorch's chain over copies of the same three."""
+    linear, bn, factor = nn.Linear(8, 6, bias=bias), nn.BatchNorm1d(6, **SWITCHES[switch]), SCALES[scale]()
+    for tensor in (bn.weight, bn.bias):
+        if tensor is not None:
+            nn.init.normal_(tensor)
+    own = Chain(*copy.deepcopy((linear, bn, factor)))
+    if isinstance(own.scale, Tensor):
+        own.scale.data = own.scale.data.to(device)
+    return LinearBatchNormSoftmax(linear, bn, factor).to(device), own.to(device)
+
+
+def check_buffers(ours: nn.Module, own: nn.Module) -> None:
+    mine, right = ours.bn.state_dict(), own.bn.state_dict()
+    assert list(mine) == list(right)
+    for name, tensor in right.items():
+        assert mine[name].dtype == tensor.dtype
+        torch.testing.assert_close(mine[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@switches
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_training_then_evaluation(device: str, switch: str, scale: str, bias: bool) -> None:
+    """Three steps of training with batches of different sizes, then evaluation: outputs, parameters and buffers as PyTorch's."""
+    ours, own = pair(device, switch, scale, bias)
+    optimisers = [torch.optim.SGD(module.parameters(), 0.5) for module in (ours, own)]
+    for rows in (5, 9, 4):
+        x = normal(rows, 8, device=device)
+        outputs = []
+        for module, optimiser in zip((ours, own), optimisers, strict=True):
+            optimiser.zero_grad()
+            outputs.append(module(x))
+            outputs[-1].square().sum().backward()
+            optimiser.step()
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+        check_buffers(ours, own)
+    right = dict(own.named_parameters())
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter, right[name], rtol=1e-4, atol=1e-5)
+    ours.eval(), own.eval()
+    before = copy.deepcopy(ours.state_dict())
+    for rows in (7, 2, *([1, 0] if ours.bn.running_mean is not None else [])):
+        x = normal(rows, 8, device=device)
+        torch.testing.assert_close(ours(x), own(x), rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items()), "evaluation changes nothing"
+
+
+@pytest.mark.parametrize("switch", ["no statistics", "default"])
+def test_one_row_for_batch_statistics_is_a_value_error(device: str, switch: str) -> None:
+    ours, own = pair(device, switch)
+    if switch == "no statistics":
+        ours.eval(), own.eval()
+    before = copy.deepcopy(ours.state_dict())
+    for module in (ours, own):
+        with pytest.raises(ValueError, match="more than 1 value per channel when training"):
+            module(normal(1, 8, device=device))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+
+
+def test_the_mode_is_that_of_bn(device: str) -> None:
+    ours, own = pair(device)
+    x = normal(5, 8, device=device)
+    ours.bn.eval()
+    assert ours.training and torch.equal(ours(x), ours.eval()(x))
+    torch.testing.assert_close(ours(x), own.eval()(x), rtol=1e-4, atol=1e-5)
+    ours.train().bn.eval()
+    own.bn.eval()
+    check_buffers(ours, own)
+    assert ours.train().bn.training
+
+
+def test_statistics_switched_off_later(device: str) -> None:
+    """bn.track_running_stats = False with buffers there: training leaves them alone, evaluation still uses them."""
+    ours, own = pair(device)
+    x = normal(5, 8, device=device)
+    for module in (ours, own):
+        module(x)
+        module.bn.track_running_stats = False
+    for _ in range(2):
+        torch.testing.assert_close(ours(x), own(x), rtol=1e-4, atol=1e-5)
+        check_buffers(ours, own)
+        ours.eval(), own.eval()
+
+
+def test_the_three_are_shared(device: str) -> None:
+    linear, bn, scale = nn.Linear(8, 6).to(device), nn.BatchNorm1d(6).to(device), nn.Parameter(torch.ones(1, device=device))
+    module = LinearBatchNormSoftmax(linear, bn, scale)
+    assert module.linear is linear and module.bn is bn and module.scale is scale
+    assert {id(p) for p in module.parameters()} == {id(p) for p in (*linear.parameters(), *bn.parameters(), scale)}
+    with torch.no_grad():
+        linear.weight.zero_(), linear.bias.zero_(), scale.fill_(3.0)
+    bn.eval()
+    bn.bias.data[2] = 1.0
+    close(module(normal(4, 8, device=device)), torch.softmax(3 * bn.bias, 0).expand(4, 6), 1e-6)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_state(scale: str) -> None:
+    ours, _ = pair(scale=scale)
+    bn = ["weight", "bias", "running_mean", "running_var", "num_batches_tracked"]
+    assert sorted(ours.state_dict()) == sorted(["scale", "linear.weight", "linear.bias", *(f"bn.{name}" for name in bn)])
+    assert ("scale" in dict(ours.named_parameters())) == (scale in ("parameter", "per feature"))
+    x = normal(5, 8)
+    ours(x)
+    other, _ = pair(scale=scale)
+    other.load_state_dict(ours.state_dict())
+    stored = io.BytesIO()
+    torch.save(ours, stored)
+    stored.seek(0)
+    copies = [other, copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), torch.load(stored, weights_only=False)]
+    want = ours.eval()(x)
+    for module in copies:
+        assert torch.equal(module.eval()(x), want)
+        module.linear.weight.data.zero_()
+    assert torch.equal(ours(x), want), "a copy shares nothing"
+    assert "linear" in repr(ours) and "bn" in repr(ours)
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("training", [True, False])
+def test_dtypes(device: str, dtype: torch.dtype, scale: str, training: bool) -> None:
+    ours, _ = pair(device, scale=scale)
+    right = copy.deepcopy(ours).double().train(training)
+    ours.to(dtype).train(training)
+    right.load_state_dict(ours.state_dict())
+    x = normal(9, 8, dtype=dtype, device=device)
+    out = ours(x)
+    assert out.dtype == dtype and ours.bn.running_mean.dtype == dtype and ours.scale.dtype == dtype
+    close(out, right(x.double()), 8 * torch.finfo(dtype).eps)
+    close(ours.bn.running_var, right.bn.running_var, 2 * torch.finfo(dtype).eps)
+
+
+def test_half_operands_with_the_rest_in_float32(device: str) -> None:
+    ours, _ = pair(device)
+    ours.linear.half()
+    out = ours(normal(9, 8, dtype=torch.float16, device=device))
+    assert out.dtype == torch.float16 and ours.bn.running_mean.dtype == torch.float32 and out.isfinite().all()
+
+
+@switches
+def test_compiled(device: str, switch: str) -> None:
+    """One graph, buffers and the count of batches included."""
+    ours, own = pair(device, switch)
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    for rows in (5, 9, 9):
+        x = normal(rows, 8, device=device)
+        torch.testing.assert_close(compiled(x), own(x), rtol=1e-4, atol=1e-5)
+        check_buffers(ours, own)
+    ours.eval(), own.eval()
+    torch.testing.assert_close(compiled(x), own(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("switch", ["default", "cumulative average", "nothing"])
+@pytest.mark.parametrize("training", [True, False])
+def test_exported(device: str, switch: str, training: bool) -> None:
+    ours, own = pair(device, switch)
+    ours.train(training), own.train(training)
+    rows = Dim("rows", min=2, max=1024)
+    program = export(copy.deepcopy(ours), (normal(5, 8, device=device),), dynamic_shapes=({0: rows},))
+    module = program.module()
+    for n in (2, 7, 1024):
+        x = normal(n, 8, device=device)
+        torch.testing.assert_close(module(x), own(x), rtol=1e-3, atol=1e-5)
+    for name, tensor in own.bn.named_buffers():
+        torch.testing.assert_close(module.get_buffer(f"bn.{name}"), tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_parametrizations(device: str) -> None:
+    ours, own = pair(device)
+    for module in (ours, own):
+        nn.utils.parametrizations.weight_norm(module.linear)
+        nn.utils.parametrize.register_parametrization(module.bn, "weight", nn.Softplus())
+    x = normal(5, 8, device=device)
+    grads = []
+    for module in (ours, own):
+        out = module(x)
+        grads.append([out, *torch.autograd.grad(out.square().sum(), list(module.linear.parameters()))])
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+
+
+def test_autocast(device: str) -> None:
+    for scale, region in itertools.product(SCALES, HALVES):
+        ours, own = pair(device, scale=scale)
+        x = normal(5, 8, device=device)
+        with torch.autocast(device, dtype=region):
+            out, right = ours(x), own(x)
+        assert out.dtype == right.dtype
+        torch.testing.assert_close(out, right, rtol=0.0, atol=0.05)
+        assert ours.bn.running_mean.dtype == torch.float32
+        out.float().square().sum().backward()
+        assert ours.linear.weight.grad.dtype == torch.float32
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def hooked(kind: str) -> LinearBatchNormSoftmax:
+    module, _ = pair()
+    if kind == "instance":
+        module.linear.forward = lambda x: x
+    elif kind == "bn":
+        module.bn.register_forward_hook(lambda *_: None)
+    else:
+        getattr(module.linear, f"register_{kind}")(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize(
+    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook", "instance", "bn"]
+)
+def test_hooks_that_would_not_run(kind: str) -> None:
+    module = hooked(kind)
+    name = "bn" if kind == "bn" else "linear"
+    with pytest.raises(
+        RuntimeError, match=f"^attention_ext: {name}: expected a module without hooks, since its forward is not called"
+    ):
+        module(normal(4, 8))
+
+
+def test_modules_that_it_does_not_compute() -> None:
+    linear, bn, scale, narrow = nn.Linear(8, 6), nn.BatchNorm1d(6), 1.0, nn.BatchNorm1d(7)
+    refusals: list[tuple[type[Exception], str, tuple]] = [
+        (ValueError, "bn: expected num_features = linear.out_features = 6, got num_features = 7", (linear, narrow, scale)),
+        (TypeError, "bn: expected an nn.BatchNorm1d or a .*, got SyncBatchNorm", (linear, nn.SyncBatchNorm(6), scale)),
+        (TypeError, "bn: expected an nn.BatchNorm1d or a .*, got BatchNorm2d", (linear, nn.BatchNorm2d(6), scale)),
+        (TypeError, "bn: expected an nn.BatchNorm1d or a .*, got LazyBatchNorm1d", (linear, nn.LazyBatchNorm1d(), scale)),
+        (TypeError, "linear: expected an nn.Linear or a .*, got Bilinear", (nn.Bilinear(8, 8, 6), bn, scale)),
+        (TypeError, "linear: expected an nn.Linear or a .*, got Doubled", (Doubled(8, 6), bn, scale)),
+        (TypeError, "linear: expected initialised parameters, got a lazy module", (nn.LazyLinear(6), bn, scale)),
+        (ValueError, r"scale: expected a number or shape \(\), \(1,\) or \(6,\), got shape \(5,\)", (linear, bn, torch.ones(5))),
+        (ValueError, r"scale: expected a number or shape .*, got shape \(1, 6\)", (linear, bn, torch.ones(1, 6))),
+    ]
+    for error, words, arguments in refusals:
+        with pytest.raises(error, match=f"^attention_ext: {words}"):
+            LinearBatchNormSoftmax(*arguments)
+    module = LinearBatchNormSoftmax(linear, bn, scale)
+    module.linear = Doubled(8, 6)
+    with pytest.raises(TypeError, match="got Doubled"):
+        module(normal(4, 8))
+    for shape in ((8,), (2, 4, 8)):
+        with pytest.raises(RuntimeError, match=r"^attention_ext: input: expected a matrix \(rows, K\), got shape"):
+            LinearBatchNormSoftmax(linear, bn, scale)(normal(*shape))
+    module = nn.SyncBatchNorm.convert_sync_batchnorm(LinearBatchNormSoftmax(linear, bn, scale))
+    with pytest.raises(TypeError, match="got SyncBatchNorm"):
+        module(normal(4, 8))
