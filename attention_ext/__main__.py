@@ -1,4 +1,7 @@
-"""The command attention-ext: the operator beside PyTorch's on KernelBench level 1 problem 97, or what is installed."""
+"""The command attention-ext: the operators beside PyTorch's on two KernelBench problems, or what is installed.
+
+"attention" is level 1 problem 97, "linear" level 2 problem 84 (linear + batch norm + scale + softmax in float32).
+"""
 
 import argparse
 import platform
@@ -7,15 +10,18 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import _measure, explain, sdpa
 from ._libraries import BUILD, CUDA_PROBLEM
+from .nn import LinearBatchNormSoftmax
 
 __all__ = ["main"]
 
 _FULL = {"batch": 32, "heads": 32, "length": 512, "head_dim": 1024}  # KernelBench level 1 problem 97
 _CPU_BATCH = 1
+_FULL_LINEAR = {"rows": 1024, "features": 8192}  # KernelBench level 2 problem 84
+_CPU_LINEAR = {"rows": 128, "features": 1024}
 
 
 def _positive(text: str) -> int:
@@ -28,17 +34,25 @@ def _positive(text: str) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="attention-ext", description=__doc__)
     parser.add_argument("command", nargs="?", choices=("run", "info"), default="run", help="default run")
+    parser.add_argument("--problem", choices=("attention", "linear", "both"), default="both", help="default %(default)s")
     parser.add_argument(
         "--device", type=torch.device, default="cuda" if torch.cuda.is_available() and CUDA_PROBLEM is None else "cpu"
     )
-    parser.add_argument("--dtype", choices=("float16", "bfloat16", "float32", "float64"), default="float16")
+    parser.add_argument(
+        "--dtype", choices=("float16", "bfloat16", "float32", "float64"), default="float16", help="of attention, default float16"
+    )
     parser.add_argument("--batch", type=_positive, help=f"default {_FULL['batch']}, on a CPU {_CPU_BATCH}")
     parser.add_argument("--heads", type=_positive, default=_FULL["heads"], help="default %(default)s")
     parser.add_argument("--length", type=_positive, default=_FULL["length"], help="queries and keys, default %(default)s")
     parser.add_argument("--head-dim", type=_positive, default=_FULL["head_dim"], help="default %(default)s")
     parser.add_argument("--causal", action="store_true")
+    for name, size in _FULL_LINEAR.items():
+        parser.add_argument(f"--{name}", type=_positive, help=f"of linear, default {size}, on a CPU {_CPU_LINEAR[name]}")
     parser.add_argument("--repeat", type=_positive, help="timed calls of each operator, default 20, on a CPU 3")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.rows == 1:
+        parser.error("argument --rows: training takes more than one")
+    return args
 
 
 def _info() -> None:
@@ -64,7 +78,7 @@ def _progress(label: str, total: int) -> Callable[[int], None] | None:
     return show
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run_attention(args: argparse.Namespace) -> None:
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     batch = args.batch or (_FULL["batch"] if device.type == "cuda" else _CPU_BATCH)
     repeat = args.repeat or (20 if device.type == "cuda" else 3)
@@ -96,13 +110,67 @@ def _run(args: argparse.Namespace) -> None:
     print(f"medians of {repeat} calls; errors against float64 on {len(heads)} of {batch * args.heads} heads")
 
 
+def _float64_layer(input: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d) -> Tensor:
+    """The layer in float64, its product on the input's device, the rest on the CPU."""
+    x = F.linear(input.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double()).cpu()
+    if bn.training:
+        mean, var = x.mean(0), x.var(0, correction=0)
+    else:
+        assert bn.running_mean is not None and bn.running_var is not None
+        mean, var = bn.running_mean.cpu().double(), bn.running_var.cpu().double()
+    return torch.softmax((x - mean) / (var + bn.eps).sqrt() * bn.weight.cpu().double() + bn.bias.cpu().double(), -1)
+
+
+def _run_linear(args: argparse.Namespace) -> None:
+    device = torch.device(args.device)
+    sizes = _FULL_LINEAR if device.type == "cuda" else _CPU_LINEAR
+    rows, features = args.rows or sizes["rows"], args.features or sizes["features"]
+    repeat = args.repeat or (20 if device.type == "cuda" else 3)
+    torch.manual_seed(0)
+    x = torch.rand(rows, features, device=device)
+    linear, bn, scale = nn.Linear(features, features).to(device), nn.BatchNorm1d(features).to(device), torch.ones(1, device=device)
+    module = LinearBatchNormSoftmax(linear, bn, scale)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "PyTorch": lambda: torch.softmax(scale * bn(linear(x)), 1),
+        "attention_ext": lambda: module(x),
+    }
+    print(f"linear + batch norm + scale + softmax, ({rows}, {features}) to {features} features, float32 without TF32, on {device}")
+    if device.type == "cpu" and args.rows is None and args.features is None:
+        print("No CUDA device is used: {rows} rows and {features} features in place of ".format(**sizes), end="")
+        print("{rows} and {features}.".format(**_FULL_LINEAR))
+    print(f"{'':20} {'ms':>10} {'TFLOP/s':>8} {'ratio':>6} {'rel. Frobenius':>15} {'worst row':>10}")
+    for mode in ("train", "eval"):
+        bn.train(mode == "train")
+        with torch.no_grad():
+            want = _float64_layer(x, linear, bn)
+            times: dict[str, float] = {}
+            for name, call in calls.items():
+                label = f"{name} {mode}"
+                times[name] = _measure.time_ms(call, device, repeat, _progress(label, repeat + 2))
+                frobenius, worst = _measure.row_errors(call().cpu(), want)
+                rate = 2 * rows * features**2 / times[name] / 1e9
+                ratio = times["PyTorch"] / times[name]
+                print(f"{label:20} {times[name]:10.3f} {rate:8.3f} {ratio:6.2f} {frobenius:15.2e} {worst:10.2e}")
+    print(f"medians of {repeat} calls; errors against float64 on all rows; train is what the benchmark runs")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Entry point of the console command; returns the exit status."""
     args = _parse(argv)
     if args.command == "info":
         _info()
-    else:
-        _run(args)
+        return 0
+    if args.problem in ("attention", "both"):
+        _run_attention(args)
+    if args.problem == "both":
+        print()
+    if args.problem in ("linear", "both"):
+        allowed = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False
+        try:
+            _run_linear(args)
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = allowed
     return 0
 
 

@@ -11,7 +11,7 @@ import torch
 
 from attention_ext.__main__ import main
 
-SMALL = ["--batch", "1", "--heads", "2", "--length", "32", "--head-dim", "64", "--repeat", "2"]
+SMALL = ["--batch", "1", "--heads", "2", "--length", "32", "--head-dim", "64", "--rows", "8", "--features", "16", "--repeat", "2"]
 
 
 def call(*args: str) -> subprocess.CompletedProcess[str]:
@@ -35,6 +35,30 @@ def test_run(more: list[str]) -> None:
     assert "torch" in done.stdout.lower() and "nan" not in done.stdout.lower().split(), done.stdout
 
 
+@pytest.mark.parametrize(("problem", "there"), [("attention", (1, 0)), ("linear", (0, 1)), ("both", (1, 1))])
+def test_problems(problem: str, there: tuple[int, int], capsys: pytest.CaptureFixture[str]) -> None:
+    """Both by default; linear in both modes, with errors that are float32's."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    assert main(["run", *SMALL, "--problem", problem, "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert (text.count("q, k, v of"), text.count("linear + batch norm")) == there and "in place of" not in text
+    rows = [line.split() for line in text.splitlines() if line.split()[1:2] in (["train"], ["eval"])]
+    assert [row[:2] for row in rows] == [[who, mode] for mode in ("train", "eval") for who in ("PyTorch", "attention_ext")] * there[
+        1
+    ]
+    assert all(0.0 < float(error) < 1e-5 for row in rows for error in row[-2:])
+    assert torch.backends.cuda.matmul.allow_tf32 == before
+
+
+def test_the_sizes_of_linear(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--problem", "linear", "--repeat", "1", "--device", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "(128, 1024) to 1024 features" in text and "128 rows and 1024 features in place of 1024 and 8192." in text
+    with pytest.raises(SystemExit) as stop:
+        main(["run", "--problem", "linear", "--rows", "1"])
+    assert stop.value.code == 2 and "--rows" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU runs batch 1 of the problem")
 @pytest.mark.parametrize(
     ("args", "shape"),
@@ -46,14 +70,16 @@ def test_default_sizes_are_the_benchmark_problem(args: list[str], shape: str) ->
     assert done.returncode == 0 and shape in done.stdout and "in place of 32" in done.stdout, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("args", [["run", "--batch", "x"], ["run", "--lenght", "3"], ["no such command"]], ids=str)
+@pytest.mark.parametrize(
+    "args", [["run", "--batch", "x"], ["run", "--lenght", "3"], ["no such command"], ["--problem", "84"]], ids=str
+)
 def test_mistakes(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(args)
     assert stop.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("option", ["--batch", "--heads", "--length", "--head-dim", "--repeat"])
+@pytest.mark.parametrize("option", ["--batch", "--heads", "--length", "--head-dim", "--repeat", "--rows", "--features"])
 @pytest.mark.parametrize("size", ["-1", "0"])
 def test_sizes_must_be_positive(option: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
