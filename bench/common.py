@@ -2,6 +2,7 @@
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from attention_ext import _measure
 
-__all__ = ["Sample", "extra_memory", "first_line", "log", "naive", "three_calls", "time_ms", "unit", "within_rule"]
+__all__ = ["Sample", "attempt", "extra_memory", "first_line", "log", "naive", "three_calls", "time_ms", "unit", "within_rule"]
 
 DEVICE = torch.device("cuda")
 
@@ -23,6 +24,17 @@ def log(text: str) -> None:
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300] or type(error).__name__
+
+
+def attempt(row: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A row, or why there is none."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return row()
+    except Exception as error:
+        torch.cuda.empty_cache()
+        return {"not_available": first_line(error)}
 
 
 def time_ms(call: Callable[[], Any], cold_l2: bool = False, most: int = 30) -> float:

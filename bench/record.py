@@ -3,7 +3,8 @@
 One process, one card, ours and PyTorch's in turn: ceilings, forward cases with errors and extra memory beside PyTorch's back ends
 and the formula in three calls, the pipeline's stages, the error rule over head dims and dtypes, memory at long sequences.
 
-    --cases NAME...  names or sets (class512, class1024, class256, float32, decode) of bench/cases.py, all by default
+    --cases NAME...  names or sets (class512, class1024, class256, float32, decode) of bench/cases.py, lin84 of
+                     bench/linear_cases.py (a linear layer, in training, evaluation and its product alone), all by default
     --quick          forward cases only: ours, PyTorch's default, the three calls without a compiler; no error rule
     --peers          FFPA's figures too, where ffpa_attn can be imported (bench/peers.py)
 """
@@ -11,16 +12,16 @@ and the formula in three calls, the pipeline's stages, the error rule over head 
 import argparse
 import json
 import sys
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import linear_cases
 import peers
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, choose
-from common import DEVICE, Sample, extra_memory, first_line, log, naive, three_calls, time_ms, unit, within_rule
+from common import DEVICE, Sample, attempt, extra_memory, log, naive, three_calls, time_ms, unit, within_rule
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -65,17 +66,6 @@ def measure(case: Case, call: Callable[[], Tensor], sample: Sample, ceilings: di
         name = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "float32"}[case.dtype]
         row["share_of_ceiling"] = rate / ceilings[f"matmul_{name}_tflops"]
     return row | errors | {"extra_bytes": extra_memory(call)}
-
-
-def attempt(row: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A row, or why there is none."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return row()
-    except Exception as error:
-        torch.cuda.empty_cache()
-        return {"not_available": first_line(error)}
 
 
 def rivals(case: Case, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], quick: bool) -> dict[str, Callable[[], Any]]:
@@ -236,11 +226,13 @@ def backward_case(case: Case) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
+    names = [case.name for case in (*CASES, *linear_cases.LINEAR_CASES)]
+    parser.add_argument("--cases", nargs="*", default=names)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--peers", action="store_true")
     args = parser.parse_args()
-    cases = {case.name: case for case in choose(args.cases)}
+    linear, names = linear_cases.choose(args.cases)
+    cases = {case.name: case for case in choose(names)}
     record: dict[str, Any] = {
         "card": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -253,6 +245,9 @@ def main() -> None:
         record["ceilings"] = ceilings()
         log(f"ceilings: {record['ceilings']}")
         record["forward"] = {name: forward_case(case, record["ceilings"], args.quick) for name, case in cases.items()}
+        record["linear"] = {
+            f"{case.name} {part}": linear_cases.measure(case, part, args.quick) for case in linear for part in linear_cases.PARTS
+        }
         if "kb97" in cases and not args.quick:
             record["stages"] = {"kb97": stages(cases["kb97"])}
             record["workspace_mib_to_ms"] = {"kb97": workspaces(cases["kb97"])}

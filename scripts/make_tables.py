@@ -55,8 +55,8 @@ def gpu_table(record: dict[str, Any]) -> list[str]:
 
 
 def paragraphs(record: dict[str, Any]) -> list[str]:
-    """What newer records hold beside the table: the three calls compiled, FFPA, the lists of shapes, the randomised examples."""
-    lines: list[str] = []
+    """What newer records hold: linear layers, the three calls compiled, FFPA, the lists of shapes, the randomised examples."""
+    lines: list[str] = linear_table(record["linear"]) if record.get("linear") else []
     if "shapes_summary" in record:
         for row, title in (("naive_compiled", "The three calls under torch.compile"), ("ffpa", "FFPA (CuTe-DSL)")):
             found = {name: case["rows"][row]["ms"] for name, case in record["forward"].items() if "ms" in case["rows"].get(row, {})}
@@ -78,6 +78,37 @@ def paragraphs(record: dict[str, Any]) -> list[str]:
         outcome = record["randomised"]
         lines += ["", f"Randomised examples on the GPU: {outcome['count']}, {outcome['failed']} failed."]
     return lines
+
+
+def linear_table(cases: dict[str, Any]) -> list[str]:
+    """Linear layers in float32: milliseconds of ours and PyTorch's, errors on the problem's own and on N(0, 1) inputs."""
+    lines = [
+        "",
+        "| linear, float32 | M, K, F | ms | TFLOP/s | PyTorch, ms | ratio | compiled, ms | with TF32, ms "
+        "| error / PyTorch's (own, normal) | worst row / PyTorch's | with TF32 / without | extra memory, MiB: ours, PyTorch's |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, case in cases.items():
+        rows = {row: values for row, values in case["rows"].items() if "ms" in values}
+        if "attention_ext" not in rows or "torch" not in rows:
+            why = "; ".join(f"{row}: {values['not_available']}" for row, values in case["rows"].items() if row not in rows)
+            lines.append(f"| {name} | not measured: {why} |" + " |" * 10)
+            continue
+        ours, theirs = rows["attention_ext"], rows["torch"]
+
+        def share(row: dict[str, Any], kind: str, of: dict[str, Any] = theirs) -> str:
+            return ", ".join(f"{errors[kind] / of['errors'][inputs][kind]:.2f}" for inputs, errors in row["errors"].items())
+
+        others = [f"{rows[row]['ms']:.2f}" if row in rows else "" for row in ("torch_compiled", "torch_tf32")]
+        lowered = share(rows["torch_tf32"], "relative_frobenius_error") if "torch_tf32" in rows else ""
+        outside = "" if case["within_rule"] else " (outside the rule)"
+        lines.append(
+            f"| {name} | {', '.join(str(case[size]) for size in ('M', 'K', 'F'))} | {ours['ms']:.2f} | {ours['tflops']:.0f} | "
+            f"{theirs['ms']:.2f} | {case['ratio_to_torch']:.2f} | {others[0]} | {others[1]} | "
+            f"{share(ours, 'relative_frobenius_error')}{outside} | {share(ours, 'worst_row_error')} | {lowered} | "
+            f"{ours['extra_bytes'] / 2**20:.0f}, {theirs['extra_bytes'] / 2**20:.0f} |"
+        )
+    return [*lines, "", "Errors are relative to PyTorch's without TF32, both against float64; the rule allows 1.05."]
 
 
 def cpu_table(record: dict[str, Any]) -> list[str]:

@@ -6,34 +6,12 @@ import importlib.util
 import json
 import math
 import subprocess
-import sys
-from importlib.machinery import SourceFileLoader
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-
-ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "bench"))
-
-import cases  # noqa: E402
-import common  # noqa: E402
-import peers  # noqa: E402
-import record_shapes  # noqa: E402
-from cases import CASES, MASKS, SETS, Case  # noqa: E402
-from shapes import SHAPES  # noqa: E402
-
-
-def script(name: str) -> ModuleType:
-    loader = SourceFileLoader(f"scripts_{Path(name).stem}", str(ROOT / "scripts" / name))
-    spec = importlib.util.spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+from bench_modules import CASES, MASKS, ROOT, SETS, SHAPES, Case, cases, common, peers, record_shapes, script
 
 
 @pytest.mark.parametrize(
@@ -209,11 +187,15 @@ def test_peers_take_what_they_are_timed_on() -> None:
 def test_tables_with_and_without_what_newer_records_hold() -> None:
     table = script("make_tables.py").gpu_table
     record = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
-    newer = {key: value for key, value in record.items() if key not in ("shapes", "shapes_summary", "randomised")}
+    newer = {key: value for key, value in record.items() if key not in ("shapes", "shapes_summary", "randomised", "linear")}
     plain = table(newer)
     row = {"name": "1 8 8 64 64 512 512 bf16 -", "ratio": 1.5, "ms": 1.0, "torch_ms": 1.5, "kernel": "some", "within_rule": True}
     newer["shapes_summary"] = {"class512": record_shapes.summary([row]), "class1024": record_shapes.summary([{"ours_failed": "x"}])}
     newer["randomised"] = {"count": 2000, "failed": 0, "failures": []}
+    errors = {kind: {"relative_frobenius_error": 1e-7, "worst_row_error": 2e-7} for kind in ("own", "normal")}
+    timed = {"ms": 1.0, "ms_second_pass": 1.0, "tflops": 100.0, "errors": errors, "extra_bytes": 0}
+    part = {"M": 1, "K": 2, "F": 3, "ratio_to_torch": 1.0, "within_rule": True, "rows": {"attention_ext": timed, "torch": timed}}
+    newer["linear"] = {"lin84 train": part}
     first = next(iter(newer["forward"].values()))
     newer["forward"] = newer["forward"] | {"cold": first | {"cold_l2": True}}
     newer["forward"]["lost"] = first | {
@@ -221,6 +203,7 @@ def test_tables_with_and_without_what_newer_records_hold() -> None:
     }
     text = "\n".join(table(newer))
     assert len(table(newer)) > len(plain) and "cold L2" in text and "out of memory" in text and "2000" in text
+    assert "lin84 train | 1, 2, 3 | 1.00" in text and "lin84" not in "\n".join(plain)
     assert "0 of 1 slower" in text and "ours on 1" in text and "nan" not in text
 
 

@@ -1,0 +1,32 @@
+"""The modules of bench/ and scripts/, which are no packages, for the tests of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parent.parent
+sys.path.append(str(ROOT / "bench"))
+
+import cases  # noqa: E402
+import common  # noqa: E402
+import linear_cases  # noqa: E402
+import peers  # noqa: E402
+import record_shapes  # noqa: E402
+from cases import CASES, MASKS, SETS, Case  # noqa: E402
+from shapes import SHAPES  # noqa: E402
+
+__all__ = ["CASES", "MASKS", "ROOT", "SETS", "SHAPES", "Case", "cases", "common", "linear_cases", "peers", "record_shapes"]
+__all__ += ["script"]
+
+
+def script(name: str) -> ModuleType:
+    loader = SourceFileLoader(f"scripts_{Path(name).stem}", str(ROOT / "scripts" / name))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
