@@ -204,6 +204,35 @@ def test_empty(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, L: int, S: i
     assert (L and S) or all((g == 0).all() for g in grads)
 
 
+@pytest.mark.parametrize("kind", ["plain", "causal", "bool", "same", "late", "grouped", "dropout"])
+@pytest.mark.parametrize("S", [1, 64, 128, 133, 256, 257])
+@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), [row for row in with_head_dims(HALVES) if row.values[2] == 1024])
+def test_few_keys_and_many_rows(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, S: int, kind: str) -> None:
+    """More row tiles than a card has processors, over keys of one block, of two, and of three: the last columns of Ev as well."""
+    needs_the_card(kernel)
+    heads = (4, 2) if kind == "grouped" else (3, 3)
+    E, Ev = (520, Ev + 264) if S in (64, 256) else (E, Ev)
+
+    def trial() -> None:
+        q, k, v = qkv((10,), heads, 280, S, E, Ev, dtype, kernel.device)
+        mask = a_mask(kind, dtype, (*q.shape[:-1], S), kernel.device) if kind in ("bool", "same", "late") else None
+        options = {"causal": kind == "causal", "scale": None, "gqa": kind == "grouped"}
+        p, seed, keep = 0.0, None, None
+        if kind == "dropout":
+            p, seed = 0.3, torch.tensor([5], device=kernel.device)
+            keep = reference.dropout_keep_mask(5, p, 30, 280, S).view(10, 3, 280, S)
+        out, lse = sdpa_forward(q, k, v, mask, seed, p, options["causal"], enable_gqa=options["gqa"], kernel_name=kernel.name)
+        results = []
+        for of, device in ((torch.float64, "cpu"), (dtype, kernel.device)):
+            given = [t.to(device, of) if t is not None and t.is_floating_point() else t for t in (q, k, v, mask)]
+            given[3] = given[3].to(device) if given[3] is not None else None
+            results.append(reference.attention(*given, *options.values(), keep=keep, dropout_p=p, dtype=of, device=device))
+        reference.check_error("out", out, results[0][0], results[1][0])
+        check_lse(lse, results[0][1], dtype)
+
+    reference.settle(trial)
+
+
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_head_dims(HALVES, at_most=1))
 def test_logits_beyond_65504(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int) -> None:
     needs_the_card(kernel)

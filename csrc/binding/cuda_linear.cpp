@@ -19,36 +19,38 @@ bool is_hopper(int32_t device) {
   return ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
 }
 
-// A vector of N elements, or none.
+// A vector of one number per feature, or none.
 struct Vector {
   const void* data = nullptr;
   int64_t stride = 0;
   DataType type = DataType::kFloat;
 };
-Vector check_vector(const char* op, const char* argument, const OptionalTensor& tensor, int64_t N, int32_t device) {
+// Of the input's dtype or the accumulator's.
+Vector check_vector(const char* op, const char* argument, const OptionalTensor& tensor, int64_t N, const Tensor& input) {
   if (!tensor.has_value() || !tensor->defined()) return {};
-  check_tensor(op, argument, *tensor, 0, device);
+  check_tensor(op, argument, *tensor, 0, input.get_device_index());
   check_sizes(op, argument, *tensor, {N});
+  const ScalarType type = tensor->scalar_type(), wide = accumulator_type(data_type(op, "input", input));
+  if (type != input.scalar_type()) check_type(op, argument, *tensor, wide);
   return {data_of(*tensor), tensor->stride(0), data_type(op, argument, *tensor)};
 }
 
 // input (M, K), weight (N, K), bias (N,) or none, of one dtype and device.
 LinearParams check_linear(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  if (!input.defined()) fail(op, "input", "a tensor", "None");
   const int32_t device = input.get_device_index();
   check_tensor(op, "input", input, 2, device);
-  check_tensor(op, "weight", weight, 2, device);
-  if (input.dim() != 2) fail(op, "input", "2 dims", "shape " + text(sizes_of(input)));
-  if (weight.dim() != 2) fail(op, "weight", "2 dims", "shape " + text(sizes_of(weight)));
+  if (input.dim() != 2) fail(op, "input", "a matrix (rows, K)", "shape " + text(sizes_of(input)));
   LinearParams params = {};
   params.type = data_type(op, "input", input);
+  check_tensor(op, "weight", weight, 2, device);
+  check_type(op, "weight", weight, input.scalar_type());
+  if (weight.dim() != 2) fail(op, "weight", "a matrix (features, K)", "shape " + text(sizes_of(weight)));
   params.M = input.size(0);
   params.N = weight.size(0);
-  params.K = weight.size(1);
-  check_type(op, "weight", weight, input.scalar_type());
-  check_sizes(op, "input", input, {params.M, params.K});
-  const Vector vector = check_vector(op, "bias", bias, params.N, device);
-  if (vector.data != nullptr) check_type(op, "bias", *bias, input.scalar_type());
+  params.K = input.size(1);
+  check_sizes(op, "weight", weight, {params.N, params.K});
+  if (bias.has_value() && bias->defined()) check_type(op, "bias", *bias, input.scalar_type());
+  const Vector vector = check_vector(op, "bias", bias, params.N, input);
   params.bias = vector.data;
   params.bias_stride = vector.stride;
   Views views(op, false);
@@ -56,6 +58,18 @@ LinearParams check_linear(const char* op, const Tensor& input, const Tensor& wei
   views.add(params.weight, weight);
   params.input.group = params.weight.group = 1;
   return params;
+}
+
+// What PyTorch refuses by a ValueError.
+void check_batch_norm(const char* op, const Tensor& input, bool training, double eps) {
+  const auto refuse = [&](const std::string& argument, const std::string& expected, const std::string& got) {
+    throw std::invalid_argument("attention_ext: " + argument + ": expected " + expected + ", got " + got + " (" + op + ")");
+  };
+  if (training && input.size(0) < 2) {
+    refuse("input", "more than 1 value per channel when training", "shape " + text(sizes_of(input)));
+  }
+  if (training && !(eps > 0.0)) refuse("eps", "a positive number when training", std::to_string(eps));
+  if (!(eps >= 0.0)) refuse("eps", "a number that is not negative", std::to_string(eps));
 }
 
 void run_linear(const char* op, const LinearParams& params, int32_t device) {
@@ -88,6 +102,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
                                                                     OptionalTensor running_mean, OptionalTensor running_var,
                                                                     Tensor scale, bool training, double eps) {
   const char* op = "linear_batchnorm_softmax";
+  if (!input.defined()) fail(op, "input", "a tensor", "None");
   LinearParams params = check_linear(op, input, weight, bias);
   const int32_t device = input.get_device_index();
   const DeviceGuard guard(device);
@@ -102,11 +117,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
     stride = vector.stride;
     type = vector.type;
   };
-  fill(check_vector(op, "bn_weight", bn_weight, N, device), norm.weight, norm.weight_stride, norm.weight_type);
-  fill(check_vector(op, "bn_bias", bn_bias, N, device), norm.bias, norm.bias_stride, norm.bias_type);
-  fill(check_vector(op, "running_mean", running_mean, N, device), norm.running_mean, norm.running_mean_stride,
+  fill(check_vector(op, "bn_weight", bn_weight, N, input), norm.weight, norm.weight_stride, norm.weight_type);
+  fill(check_vector(op, "bn_bias", bn_bias, N, input), norm.bias, norm.bias_stride, norm.bias_type);
+  fill(check_vector(op, "running_mean", running_mean, N, input), norm.running_mean, norm.running_mean_stride,
        norm.running_mean_type);
-  fill(check_vector(op, "running_var", running_var, N, device), norm.running_var, norm.running_var_stride,
+  fill(check_vector(op, "running_var", running_var, N, input), norm.running_var, norm.running_var_stride,
        norm.running_var_type);
   check_tensor(op, "scale", scale, 0, device);
   const Sizes scale_sizes = sizes_of(scale);
@@ -116,9 +131,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
   norm.scale = data_of(scale);
   norm.scale_stride = scale_sizes.empty() || scale_sizes[0] == 1 ? 0 : scale.stride(0);
   norm.scale_type = data_type(op, "scale", scale);
-  if (training && M == 1) fail(op, "input", "more than 1 value per channel when training", "shape " + text(sizes_of(input)));
-  if (!training && !running_mean.has_value()) fail(op, "running_mean", "a tensor unless training", "None");
-  if (!training && !running_var.has_value()) fail(op, "running_var", "a tensor unless training", "None");
+  if (norm.scale_type != params.type) check_type(op, "scale", scale, accumulator_type(params.type));
+  if (running_mean.has_value() != running_var.has_value() || !(training || running_mean.has_value())) {
+    fail(op, running_mean.has_value() ? "running_var" : "running_mean", "a tensor where the other is one, or training is False",
+         "None");
+  }
+  check_batch_norm(op, input, training, eps);
 
   const ScalarType accumulator = accumulator_type(params.type);
   Tensor out = allocate({M, N}, contiguous_strides({M, N}), input.scalar_type(), device);
