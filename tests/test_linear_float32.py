@@ -141,6 +141,10 @@ KINDS += ["scales within a row", "columns of opposite scales", "one large column
 KINDS += ["cancelling"]
 
 
+# PyTorch's error is next to nothing here, as one product makes a sum or all have one sign: twice that and a unit in the last place.
+FEW_ROUNDINGS = ("uniform", "columns of opposite scales", "one large column", "one-hot")
+
+
 def size_on(device: str) -> tuple[int, int, int]:
     return SIZE if device == "cuda" else (32, 256, 48)
 
@@ -150,7 +154,10 @@ def test_accuracy(device: str, kind: str, poison: None) -> None:
     x, w = inputs(kind, device, *size_on(device))
     with tf32(True):
         out = linear_float32(x, w)
-    check_float32(out, product64(x, w), own_product(x, w))
+    if kind in FEW_ROUNDINGS:
+        reference.check_error("out", out, product64(x, w), own_product(x, w))
+    else:
+        check_float32(out, product64(x, w), own_product(x, w))
     with tf32(False):
         assert torch.equal(out, linear_float32(x, w)), "torch's TF32 setting does not matter"
 
@@ -159,8 +166,8 @@ def test_accuracy(device: str, kind: str, poison: None) -> None:
 @pytest.mark.parametrize("sizes", [(1, 512, 64), (17, 100, 33), (100, 4096, 72), (1000, 64, 1000)], ids=str)
 @gpu
 def test_accuracy_at_other_sizes(kind: str, sizes: tuple[int, int, int]) -> None:
-    x, w = inputs(kind, "cuda", *sizes)
-    check_float32(linear_float32(x, w), product64(x, w), own_product(x, w), factor=1.05 if min(sizes) >= 64 else 2.0)
+    """Where PyTorch may split a sum among processors, or has few roundings: twice its error and a unit in the last place."""
+    reference.settle(lambda: compare(*inputs(kind, "cuda", *sizes)))
 
 
 @pytest.mark.parametrize("wrong", ["TF32", "zeros", "one element", "one row", "float16"])

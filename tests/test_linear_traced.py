@@ -84,9 +84,10 @@ def test_fake_results_lie_as_real_ones(device: str) -> None:
 def test_compiled_gradients(device: str, backend: str) -> None:
     layer = make(9, 8, 11, device=device)
     names = ("input", "weight", "bias", "bn_weight", "bn_bias", "scale")
+    running_mean, running_var = layer.running_mean, layer.running_var
 
     def call(*tensors: Tensor) -> Tensor:
-        out, mean, var, linear = fused(*replace(layer, **dict(zip(names, tensors, strict=True))).args())
+        out, mean, var, linear = fused(*tensors[:5], running_mean, running_var, tensors[5], True, 1e-5)
         return out.square().sum() + mean.sin().sum() + linear_float32(linear, tensors[1].t()).sum() + var.sum()
 
     torch._dynamo.reset()
@@ -172,9 +173,10 @@ def test_autocast(device: str, scale: tuple[int, ...], dtype: torch.dtype, regio
     layer = make(9, dtype=dtype, bn_dtype=wide, scale=scale, training=training, device=device)
     layer = replace(layer, weight=layer.weight.to(wide).requires_grad_(), bias=layer.bias.to(wide))
     torch._dynamo.reset()
+    args = layer.args()
     with torch.autocast(device, dtype=region):
-        out, own = fused(*layer.args())[0], own_chain(layer)
-        compiled = torch.compile(lambda: fused(*layer.args())[0], fullgraph=True, backend="aot_eager")()
+        out, own = fused(*args)[0], own_chain(layer)
+        compiled = torch.compile(lambda: fused(*args)[0], fullgraph=True, backend="aot_eager")()
     assert out.dtype == own.dtype == compiled.dtype
     lowered = layer
     if dtype != torch.float64:

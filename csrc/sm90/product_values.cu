@@ -32,8 +32,8 @@ struct ProductValuesWork {
   __device__ __forceinline__ Place aim(int64_t tile) const {
     const TileIndex index = tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0);
     Place at;
-    at.n = p.slice.batch_begin + index.batch;
-    at.slice_index = index.batch;
+    at.slice_index = p.slice.batch_count - 1 - index.batch;  // what stage 1 wrote last may still lie in L2
+    at.n = p.slice.batch_begin + at.slice_index;
     at.row = (p.causal ? m_tiles() - 1 - index.m : index.m) * Tile::kM;
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
