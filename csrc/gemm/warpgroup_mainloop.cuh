@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
           release(ring.slot);
           ring.advance();
 #pragma unroll
-          for (int i = 0; i < Tile::kN / 2; ++i) product[i] += fmaf(sums[i], Tile::kTruncated, sums[i]);
+          for (int i = 0; i < Tile::kN / 2; ++i) product[i] += sums[i];
         }
         work.store(place, row, first, second, product, s_strip);
         continue;

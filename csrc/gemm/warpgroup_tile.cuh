@@ -55,10 +55,7 @@ struct SplitWarpgroupTile {
   static constexpr int kM = 128, kN = 128;
   static constexpr int kK = 64;      // a row of 128 bytes; 12 products of 64 x 128 x 16 truncate, at most
   static constexpr int kStages = 3;  // of 64 KB
-  // What truncation takes of a step's sum on the average, added back. high . high is four products of 16, each added in two halves: a sum
-  // that grows evenly is cut at 1/8, 2/8 ... of its size, 0.36 of its last place (2^-23) each time. Measured without: 2.0e-7.
-  static constexpr float kTruncated = 1.93e-7f;
-  static constexpr int kSkew = 1;  // a step is long, and three stages are few to be apart
+  static constexpr int kSkew = 1;    // a step is long, and three stages are few to be apart
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;

@@ -78,13 +78,15 @@ __global__ void __launch_bounds__(kLinearTile) column_statistics_kernel(const __
 #pragma unroll 1
   for (int64_t row = first; row < min(first + kLinearTile, p.M); row += kStatisticsRows) {
     const int rows = static_cast<int>(min(static_cast<int64_t>(kStatisticsRows), p.M - row));
-    A x[kStatisticsRows], sum = 0, squares = 0;
+    // Sums count from the first row's value: the mean of equal values is then just that.
+    A x[kStatisticsRows], shift = g_column[row * p.N], sum = 0, squares = 0;
+    if (!isfinite(shift)) shift = 0;
 #pragma unroll
     for (int i = 0; i < kStatisticsRows; ++i) {
       x[i] = i < rows ? g_column[(row + i) * p.N] : A(0);
-      sum += x[i];
+      if (i < rows) sum += x[i] - shift;
     }
-    const A mean = sum / static_cast<A>(rows);
+    const A mean = shift + sum / static_cast<A>(rows);
 #pragma unroll
     for (int i = 0; i < kStatisticsRows; ++i) squares += i < rows ? (x[i] - mean) * (x[i] - mean) : A(0);
     g_statistics[row / kStatisticsRows * p.N] = {mean, squares};

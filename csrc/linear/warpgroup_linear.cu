@@ -105,8 +105,11 @@ struct WarpgroupLinearWork {
       if (p.statistics != nullptr && warp_rows > 0) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const float mean =
-              sum_of_column((exists[0] ? x[0][e] : 0.0f) + (exists[1] ? x[1][e] : 0.0f)) / static_cast<float>(warp_rows);
+          // Sums count from the first row's value: the mean of equal values is then just that.
+          float shift = __shfl_sync(0xffffffffu, x[0][e], lane % 4);
+          if (!isfinite(shift)) shift = 0.0f;
+          const float sum = sum_of_column((exists[0] ? x[0][e] - shift : 0.0f) + (exists[1] ? x[1][e] - shift : 0.0f));
+          const float mean = shift + sum / static_cast<float>(warp_rows);
           const float low = exists[0] ? x[0][e] - mean : 0.0f, high = exists[1] ? x[1][e] - mean : 0.0f;
           const float squares = sum_of_column(low * low + high * high);
           if (lane < 4 && col + e < at.cols) g_statistics[col + e] = {mean, squares};
