@@ -13,6 +13,12 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 2^((x - reference) * unit). The difference comes first: where the two are equal it is 0 however large they are, which the fused
+// multiply-add x * unit - reference * unit is not.
+__device__ __forceinline__ float exp2_difference(float x, float reference, float unit) {
+  return exp2_approx((x - reference) * unit);
+}
+
 // e^(x - reference), as exact as tensors of T ask for: half types by the special function unit. The difference is taken before
 // the factor log2 e, which would overflow a score of finfo.min.
 template <class T>

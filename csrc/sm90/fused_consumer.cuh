@@ -102,11 +102,6 @@ class FusedConsumer {
   static constexpr int kScores = Tile::kN / 2;
   static constexpr float kLog2E = 1.4426950408889634f;
 
-  // 2^((x - reference) * unit). The difference comes first: where the two are equal it is 0 however large they are, which the fused
-  // multiply-add x * unit - reference * unit is not.
-  static __device__ __forceinline__ float exponential(float x, float reference, float unit) {
-    return exp2_approx((x - reference) * unit);
-  }
   // Until the weights of `owner`'s next block that this warpgroup has not multiplied are in shared memory.
   __device__ __forceinline__ void wait_weights(int owner) const {
     mbarrier_wait(shared_address(&shared_.weights_ready[owner]), weights_parity_ >> owner & 1);
@@ -204,13 +199,13 @@ class FusedConsumer {
       }
       reference[half] = maximum(max, before);  // -inf where no key was visible so far; NaN is left to the weights
       const float subtract = reference[half] == negative_infinity(0.0f) ? 0.0f : reference[half];
-      factor[half] = before == reference[half] ? 1.0f : exponential(before, subtract, unit);
+      factor[half] = before == reference[half] ? 1.0f : exp2_difference(before, subtract, unit);
 
       float sum = 0.0f;
 #pragma unroll
       for (int i = 2 * half; i < kScores; i += 4) {
-        scores_[i] = exponential(scores_[i], subtract, unit);
-        scores_[i + 1] = exponential(scores_[i + 1], subtract, unit);
+        scores_[i] = exp2_difference(scores_[i], subtract, unit);
+        scores_[i + 1] = exp2_difference(scores_[i + 1], subtract, unit);
         sum += scores_[i] + scores_[i + 1];
       }
       sum_[half] = sum_[half] * (factor_before * factor[half]) + sum;
