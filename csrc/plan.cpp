@@ -70,7 +70,8 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
     return {Kernel::kSm90_512, "a fused kernel for Hopper takes head dims up to 512", 0, measured_faster};
   }
   // All columns of values in one CTA (few keys), or a share of them where there are CTAs for all shares at once.
-  const bool passes = S <= 128 || (S <= 256 && (problem.is_causal || row_tiles <= kProcessors));
+  const bool few_keys = problem.E <= 768 ? S <= 128 : S <= 64 && problem.L * group <= 64;
+  const bool passes = few_keys || (S <= 256 && (problem.is_causal || row_tiles <= kProcessors));
   const bool short_rows = problem.L * group <= 64 && !few;
   if (width > 512 && problem.E <= 1024 && (passes || (tiles <= kProcessors && (S <= 512 || short_rows)))) {
     return {Kernel::kSm90_1024, "a fused kernel for Hopper takes short problems of head dims up to 1024", 0, measured_faster};

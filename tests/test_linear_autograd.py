@@ -103,6 +103,13 @@ def check_gradients(layer: Layer) -> None:
     among = reference.largest(*want.values())
     for name, gradient in got.items():
         assert gradient.dtype == getattr(layer, name).dtype and gradient.shape == getattr(layer, name).shape
+        if gradient.numel() == 1 and gradient.dtype == torch.float32:
+            # One number that sums everything: PyTorch's own error may be next to nothing by luck.
+            error, bound = reference.errors(gradient, want[name])[0], reference.errors(base[name], want[name])[0]
+            limit = 2 * bound + 16 * reference.ulp(torch.float32, max(among, reference.largest(want[name])))
+            half = 0.0 if layer.input.dtype == torch.float32 else torch.finfo(layer.input.dtype).eps * among
+            assert error <= limit + half, f"{name}: error {error:.3e}, PyTorch's {bound:.3e}, limit {limit + half:.3e}"
+            continue
         reference.check_error(name, gradient, want[name], base[name], among, layer.input.dtype)
 
 

@@ -56,6 +56,27 @@ def test_what_the_kernels_for_hopper_take() -> None:
     assert plan([1, 8, 2, 1024, (1 << 18) + 1, 512, 512])[0] == "pipeline"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "causal", "kernel"),
+    [
+        ([64, 8, 8, 64, 64, 768, 768], False, "sm90_1024"),
+        ([16, 16, 16, 128, 128, 640, 640], False, "sm90_1024"),
+        ([32, 8, 8, 64, 64, 1024, 1024], False, "sm90_1024"),
+        ([64, 8, 8, 128, 128, 1024, 1024], False, "sm90_pipeline"),
+        ([1, 8, 8, 4096, 64, 1024, 1024], False, "sm90_pipeline"),
+        ([4, 8, 8, 256, 256, 1024, 1024], False, "sm90_1024"),
+        ([16, 16, 16, 256, 256, 768, 768], False, "sm90_pipeline"),
+        ([16, 16, 16, 256, 256, 768, 768], True, "sm90_1024"),
+        ([1, 8, 8, 127, 4096, 1024, 1024], True, "sm90_1024"),
+        ([1, 8, 8, 127, 4096, 512, 512], True, "sm90_512"),
+    ],
+)
+def test_short_problems(sizes: list[int], causal: bool, kernel: str) -> None:
+    """Few keys above head dim 512, as measured; keys behind the last query do not count in causal attention."""
+    needs_hopper_kernels()
+    assert plan(sizes, causal=causal)[0] == kernel
+
+
 def test_few_rows_and_short_keys() -> None:
     """What takes over where a fused kernel has few CTAs, and above head dim 512 where problems are short."""
     needs_hopper_kernels()
