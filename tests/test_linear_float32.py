@@ -178,6 +178,49 @@ def test_accuracy_at_other_sizes(kind: str, sizes: tuple[int, int, int]) -> None
     check_products(linear_float32(x, w), product64(x, w), own_product(x, w))
 
 
+def by(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    if kernel == "sm90_split" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it needs compute capability 9.0")
+    out: Tensor = torch.ops.attention_ext._linear_float32_by(x, w, bias, kernel)
+    return out
+
+
+BY_NAME = ["tiled", "split", "sm90_split"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sizes", [(1, 8, 1), (33, 100, 1000), (130, 600, 257), SIZE], ids=str)
+@pytest.mark.parametrize("kernel", BY_NAME)
+@gpu
+def test_accuracy_of_each_kernel(kernel: str, sizes: tuple[int, int, int], kind: str, poison: None) -> None:
+    x, w = inputs(kind, "cuda", *sizes)
+    bias = None if kind in ("zeros", "1e-20", "scales within a row") else normal(sizes[2], device="cuda")
+    out, want, base = by(kernel, x, w, bias), product64(x, w, bias), own_product(x, w, bias)
+    check_products(out, want, base)
+    if kernel != "tiled" and sizes == SIZE and kind not in FEW_ROUNDINGS:
+        check_float32(out, want, base)
+    assert torch.equal(out, by(kernel, x, w, bias)), "the same product twice"
+
+
+@pytest.mark.parametrize("kernel", BY_NAME[1:])
+@gpu
+def test_infinities_and_nan_of_each_kernel(kernel: str) -> None:
+    for changes in SPECIAL.values():
+        x, w = inputs("normal", "cuda", *SIZE)
+        for tensor, points in zip((x, w), changes, strict=True):
+            for row, column, value in points:
+                tensor[row, column] = value
+        check_nonfinite(by(kernel, x, w), own_product(x, w), product64(x, w))
+
+
+@gpu
+def test_kernels_that_are_none() -> None:
+    x, w = normal(4, 0, device="cuda"), normal(5, 0, device="cuda")
+    for kernel in ("fast", "split"):  # the second takes no empty sums
+        with pytest.raises(RuntimeError, match=r"^attention_ext: kernel_name: expected .*, got "):
+            by(kernel, x, w)
+
+
 @pytest.mark.parametrize("wrong", ["TF32", "zeros", "one element", "one row", "float16"])
 @pytest.mark.parametrize("kind", ["normal", "uniform", "1e15", "rows of two scales"])
 def test_the_rule_of_accuracy_refuses_what_is_not_float32(device: str, kind: str, wrong: str) -> None:

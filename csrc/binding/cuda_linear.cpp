@@ -72,13 +72,27 @@ void check_batch_norm(const char* op, const Tensor& input, bool training, double
   if (!(eps >= 0.0)) refuse("eps", "a number that is not negative", std::to_string(eps));
 }
 
-void run_linear(const char* op, const LinearParams& params, int32_t device) {
-  const bool hopper = is_hopper(device);
-  Tensor workspace = allocate_bytes(linear_workspace(params, hopper), device);
-  check_status(op, linear(params, hopper, data_of(workspace), current_stream(device)), device);
+void run_linear(const char* op, const LinearParams& params, LinearKernel kernel, int32_t device) {
+  Tensor workspace = allocate_bytes(linear_workspace(params, kernel), device);
+  check_status(op, linear(params, kernel, data_of(workspace), current_stream(device)), device);
 }
 
-Tensor linear_float32(Tensor input, Tensor weight, OptionalTensor bias) {
+LinearKernel kernel_of(const char* op, const std::string& name, const LinearParams& params, int32_t device) {
+  constexpr std::pair<const char*, LinearKernel> kKernels[] = {
+      {"tiled", LinearKernel::kTiled}, {"split", LinearKernel::kSplit}, {"sm90_split", LinearKernel::kWarpgroups}};
+  const bool hopper = is_hopper(device);
+  if (name == "auto") return choose_linear(params, hopper);
+  for (const auto& [known, kernel] : kKernels) {
+    if (name != known) continue;
+    if (!linear_takes(params, kernel, hopper))
+      fail(op, "kernel_name", "a kernel that takes this problem on this card", "\"" + name + "\"");
+    return kernel;
+  }
+  fail(op, "kernel_name", "\"auto\", \"tiled\", \"split\" or \"sm90_split\"", "\"" + name + "\"");
+}
+
+// linear_float32 by the kernel of that name, for tests.
+Tensor linear_float32_by(Tensor input, Tensor weight, OptionalTensor bias, std::string kernel_name) {
   const char* op = "linear_float32";
   if (!input.defined()) fail(op, "input", "a tensor", "None");
   const int32_t device = input.get_device_index();
@@ -93,8 +107,12 @@ Tensor linear_float32(Tensor input, Tensor weight, OptionalTensor bias) {
   sizes.back() = params.N;
   Tensor out = allocate(sizes, contiguous_strides(sizes), ScalarType::Float, device);
   params.out = data_of(out);
-  run_linear(op, params, device);
+  run_linear(op, params, kernel_of(op, kernel_name, params, device), device);
   return out;
+}
+
+Tensor linear_float32(Tensor input, Tensor weight, OptionalTensor bias) {
+  return linear_float32_by(input, weight, bias, "auto");
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input, Tensor weight, OptionalTensor bias,
@@ -155,7 +173,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
   norm.shift = static_cast<char*>(norm.center) + 2 * N * bytes;
   NormSoftmaxParams softmax = {M, N, params.out, norm.center, norm.factor, norm.shift, data_of(out), params.type};
 
-  run_linear(op, params, device);
+  run_linear(op, params, choose_linear(params, is_hopper(device)), device);
   check_status(op, launch_batch_norm(norm, current_stream(device)), device);
   check_status(op, launch_norm_softmax(softmax, current_stream(device)), device);
   return {out, mean, var, linear_out};
@@ -166,5 +184,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
   m.impl("linear_float32", TORCH_BOX(&attention_ext::linear_float32));
+  m.impl("_linear_float32_by", TORCH_BOX(&attention_ext::linear_float32_by));
   m.impl("linear_batchnorm_softmax", TORCH_BOX(&attention_ext::linear_batchnorm_softmax));
 }

@@ -36,6 +36,9 @@ constexpr TileShape tile_shape() {
   }
 }
 
+// Half types whose steps are promoted: 8 warps of 64x32, 64 accumulators of a step and 64 sums a thread, so one CTA per SM.
+constexpr TileShape promoted_tile_shape() { return {128, 128, 64, 2, 256, 1}; }
+
 // How an operand lies in shared memory, as it does in global memory (a copy never transposes).
 enum class Major {
   kInner,  // [m or n][k]: the rows are the outer dim of the product, k runs along a row
@@ -61,11 +64,13 @@ struct RowValues {
   Acc first, second;
 };
 
-template <class T_, Major kMajorA, Major kMajorB>
+// kPromoted_: the sum of each step is added to float registers, as Tensor Cores truncate what they add.
+template <class T_, Major kMajorA, Major kMajorB, bool kPromoted_ = false>
 struct GemmTile {
   using T = T_;
   using Acc = Accumulator<T>;
-  static constexpr TileShape kShape = tile_shape<T>();
+  static constexpr bool kPromoted = kPromoted_;
+  static constexpr TileShape kShape = kPromoted ? promoted_tile_shape() : tile_shape<T>();
   static constexpr int kM = kShape.m, kN = kShape.n, kK = kShape.k;
   static constexpr int kStages = kShape.stages;
   static constexpr int kThreads = kShape.threads;
@@ -73,11 +78,11 @@ struct GemmTile {
   using A = OperandTile<T, kMajorA, kM, kK>;
   using B = OperandTile<T, kMajorB, kN, kK>;
 
-  // Accumulators pass through shared memory on their way out, a strip of 16 rows at a time: each warp's own 16 x 64 for wmma,
+  // Accumulators pass through shared memory on their way out, a strip of 16 rows at a time: each warp's own 16 rows for wmma,
   // all threads' 16 x kN on plain cores. 32 bytes of padding: the 8 rows x 32 bytes that a warp stores of a wmma fragment then
   // fall into distinct banks.
   static constexpr int kStripRows = 16;
-  static constexpr int kStripCols = sizeof(T) == 2 ? 64 : kN;
+  static constexpr int kStripCols = sizeof(T) == 2 ? kN / (kThreads / 64) : kN;
   static constexpr int kStripPitch = kStripCols + 32 / static_cast<int>(sizeof(Acc));
   static constexpr int kStrips = sizeof(T) == 2 ? kThreads / 32 : 1;
 
@@ -103,6 +108,8 @@ template <class T>
 using RowsByCols = GemmTile<T, Major::kInner, Major::kOuter>;  // weights . value, dS . key
 template <class T>
 using ColsByCols = GemmTile<T, Major::kOuter, Major::kOuter>;  // P^T . grad_out, dS^T . query
+
+using SplitTile = GemmTile<__half, Major::kInner, Major::kInner, true>;  // float rows as half terms
 
 struct TileIndex {
   int64_t batch;  // from the beginning of the slice

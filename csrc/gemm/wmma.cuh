@@ -1,5 +1,6 @@
 // Multiply policy for half and bfloat16: wmma 16x16x16 on Tensor Cores, float accumulators.
-// Warps stand 2 x 2 in the 128x128 block tile, each with 4x4 fragments: 128 accumulator registers a thread.
+// Warps stand 2 x 2 in the 128x128 block tile, each with 4x4 fragments: 128 accumulator registers a thread; or, where steps are promoted,
+// 2 x 4, each with 4x2 fragments of a step and as many sums.
 #pragma once
 
 #include <mma.h>
@@ -31,26 +32,24 @@ class WmmaMultiply {
   // the first fragments are on their way.
   template <class Meanwhile>
   __device__ __forceinline__ void multiply(uint32_t s_a, uint32_t s_b, Meanwhile meanwhile) {
-#pragma unroll
-    for (int k = 0; k < Tile::kK; k += kFragment) {
-      FragmentA a[kFragmentsM];
-      FragmentB b[kFragmentsN];
+    if constexpr (Tile::kPromoted) {
+      FragmentC step[kFragmentsM][kFragmentsN];
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {
-        load_shared_fragment<Tile::A::kPitch>(a[i], s_a + position<typename Tile::A>(warp_m_ + i * kFragment, k));
+#pragma unroll
+        for (int j = 0; j < kFragmentsN; ++j) nvcuda::wmma::fill_fragment(step[i][j], 0.0f);
       }
+      accumulate(s_a, s_b, meanwhile, step);
 #pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
-        load_shared_fragment<Tile::B::kPitch>(b[j], s_b + position<typename Tile::B>(warp_n_ + j * kFragment, k));
-      }
-      if (k == 0) meanwhile();
+      for (int i = 0; i < kFragmentsM; ++i) {
 #pragma unroll
-      for (int j = 0; j < kFragmentsN; ++j) {
+        for (int j = 0; j < kFragmentsN; ++j) {
 #pragma unroll
-        for (int i = 0; i < kFragmentsM; ++i) {
-          nvcuda::wmma::mma_sync(accumulator_[i][j], a[i], b[j], accumulator_[i][j]);
+          for (int e = 0; e < accumulator_[i][j].num_elements; ++e) accumulator_[i][j].x[e] += step[i][j].x[e];
         }
       }
+    } else {
+      accumulate(s_a, s_b, meanwhile, accumulator_);
     }
   }
 
@@ -111,6 +110,33 @@ class WmmaMultiply {
   template <class Operand>
   static __device__ __forceinline__ uint32_t position(int extent, int k) {
     return (Operand::major == Major::kInner ? extent * Operand::kPitch + k : k * Operand::kPitch + extent) * sizeof(T);
+  }
+
+  // sums += A . B over a step.
+  template <class Meanwhile>
+  __device__ __forceinline__ void accumulate(uint32_t s_a, uint32_t s_b, Meanwhile meanwhile,
+                                             FragmentC (&sums)[kFragmentsM][kFragmentsN]) const {
+#pragma unroll
+    for (int k = 0; k < Tile::kK; k += kFragment) {
+      FragmentA a[kFragmentsM];
+      FragmentB b[kFragmentsN];
+#pragma unroll
+      for (int i = 0; i < kFragmentsM; ++i) {
+        load_shared_fragment<Tile::A::kPitch>(a[i], s_a + position<typename Tile::A>(warp_m_ + i * kFragment, k));
+      }
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+        load_shared_fragment<Tile::B::kPitch>(b[j], s_b + position<typename Tile::B>(warp_n_ + j * kFragment, k));
+      }
+      if (k == 0) meanwhile();
+#pragma unroll
+      for (int j = 0; j < kFragmentsN; ++j) {
+#pragma unroll
+        for (int i = 0; i < kFragmentsM; ++i) {
+          nvcuda::wmma::mma_sync(sums[i][j], a[i], b[j], sums[i][j]);
+        }
+      }
+    }
   }
 
   FragmentC accumulator_[kFragmentsM][kFragmentsN];

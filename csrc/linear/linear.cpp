@@ -1,8 +1,8 @@
 // Driver of the linear layer. Pure host code.
 //
-// float on Hopper: input and weight are split into half terms (split_rows.cu), some rows and some features at a time so that the terms
-// stay small, and multiplied by warpgroups; then what was marked is done anew on plain cores, which do all sums of few products. Half types on Hopper: by warpgroups, where
-// the copy engine takes the operands. All else: tiled_linear.cu.
+// float: input and weight are split into half terms (split_rows.cu), some rows and some features at a time so that the terms stay small,
+// and multiplied, on Hopper by warpgroups; then what was marked is done anew on plain cores, which do all sums of few products. Half types
+// on Hopper: by warpgroups, where the copy engine takes the operands. All else: tiled_linear.cu.
 #include "../pipeline/slices.h"
 #include "../sm90/tensor_map.h"
 #include "linear_params.h"
@@ -44,15 +44,8 @@ bool empty(const LinearParams& params) { return params.M == 0 || params.N == 0; 
 // Short sums stay on plain cores: their error is about that of the terms, which only longer ones exceed.
 constexpr int64_t kLongSum = 512;
 
-bool takes_terms(const LinearParams& params, bool hopper) {
-  return hopper && params.type == DataType::kFloat && params.K > kLongSum && !empty(params);
-}
-
-bool takes_warpgroups(const LinearParams& params, bool hopper) {
-  const BatchDims one = {{1}, 1};
-  const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
-  return hopper && half_type && params.K > 0 && !empty(params) && tensor_map_takes(one, params.input, params.M) &&
-         tensor_map_takes(one, params.weight, params.N);
+bool by_terms(const LinearParams& params, LinearKernel kernel) {
+  return kernel == LinearKernel::kSplit || (kernel == LinearKernel::kWarpgroups && params.type == DataType::kFloat);
 }
 
 // The terms of some rows, as an operand of two matrices.
@@ -75,8 +68,8 @@ cudaError_t split(const MatrixView& source, int64_t first, int64_t rows, int64_t
 }
 
 // What a part's product writes and reads beside its operands.
-WarpgroupLinearParams part_of(const LinearParams& params, int64_t row, int64_t rows, int64_t feature, int64_t features) {
-  WarpgroupLinearParams part = {};
+TermsLinearParams part_of(const LinearParams& params, int64_t row, int64_t rows, int64_t feature, int64_t features) {
+  TermsLinearParams part = {};
   part.rows = rows;
   part.cols = features;
   part.K = params.K;
@@ -93,7 +86,7 @@ WarpgroupLinearParams part_of(const LinearParams& params, int64_t row, int64_t r
   return part;
 }
 
-cudaError_t multiply_terms(const LinearParams& params, char* workspace, cudaStream_t stream) {
+cudaError_t multiply_terms(const LinearParams& params, LinearKernel kernel, char* workspace, cudaStream_t stream) {
   const SplitPlan plan = plan_split(params);
   void *input_terms = workspace, *weight_terms = workspace + plan.weight_at;
   int32_t* input_exponents = reinterpret_cast<int32_t*>(workspace + plan.input_exponents_at);
@@ -109,34 +102,56 @@ cudaError_t multiply_terms(const LinearParams& params, char* workspace, cudaStre
         status = split(params.weight, feature, features, params.K, weight_terms, weight_exponents, stream);
         if (status != cudaSuccess) return status;
       }
-      WarpgroupLinearParams part = part_of(params, row, rows, feature, features);
+      TermsLinearParams part = part_of(params, row, rows, feature, features);
       part.input = terms_view(input_terms, rows, plan.pitch);
       part.weight = terms_view(weight_terms, features, plan.pitch);
       part.input_exponents = input_exponents;
       part.weight_exponents = weight_exponents;
       part.suspect_pitch = tiles_of(params.N);
       part.suspect = suspect + row / kLinearTile * part.suspect_pitch + feature / kLinearTile;
-      status = launch_warpgroup_linear(part, stream);
+      status = kernel == LinearKernel::kSplit ? launch_split_linear(part, stream) : launch_warpgroup_linear(part, stream);
     }
   }
   if (status != cudaSuccess) return status;
   LinearParams again = params;
   again.suspect = suspect;
   status = launch_tiled_linear(again, stream);
+  if (kernel == LinearKernel::kSplit) again.suspect = nullptr;  // it leaves all statistics to make
   return status != cudaSuccess || params.statistics == nullptr ? status : launch_column_statistics(again, stream);
 }
 
 }  // namespace
 
-int64_t linear_workspace(const LinearParams& params, bool hopper) {
-  return takes_terms(params, hopper) ? plan_split(params).bytes : 0;
+bool linear_takes(const LinearParams& params, LinearKernel kernel, bool hopper) {
+  const bool not_empty = params.K > 0 && !empty(params), is_float = params.type == DataType::kFloat;
+  const BatchDims one = {{1}, 1};
+  switch (kernel) {
+    case LinearKernel::kTiled: return true;
+    case LinearKernel::kSplit: return not_empty && is_float;
+    case LinearKernel::kWarpgroups:
+      return hopper && not_empty && params.type != DataType::kDouble &&
+             (is_float || (tensor_map_takes(one, params.input, params.M) && tensor_map_takes(one, params.weight, params.N)));
+  }
+  return false;
 }
 
-cudaError_t linear(const LinearParams& params, bool hopper, void* workspace, cudaStream_t stream) {
+LinearKernel choose_linear(const LinearParams& params, bool hopper) {
+  if (params.type == DataType::kFloat && params.K <= kLongSum) return LinearKernel::kTiled;
+  for (const LinearKernel kernel : {LinearKernel::kWarpgroups, LinearKernel::kSplit}) {
+    if (linear_takes(params, kernel, hopper)) return kernel;
+  }
+  return LinearKernel::kTiled;
+}
+
+int64_t linear_workspace(const LinearParams& params, LinearKernel kernel) {
+  return by_terms(params, kernel) ? plan_split(params).bytes : 0;
+}
+
+cudaError_t linear(const LinearParams& params, LinearKernel kernel, void* workspace, cudaStream_t stream) {
   if (empty(params)) return cudaSuccess;
-  if (takes_terms(params, hopper)) return multiply_terms(params, static_cast<char*>(workspace), stream);
-  if (takes_warpgroups(params, hopper)) {
-    WarpgroupLinearParams whole = part_of(params, 0, params.M, 0, params.N);
+  if (by_terms(params, kernel)) return multiply_terms(params, kernel, static_cast<char*>(workspace), stream);
+  if (kernel == LinearKernel::kWarpgroups) {
+    TermsLinearParams whole = part_of(params, 0, params.M, 0, params.N);
     whole.input = params.input;
     whole.weight = params.weight;
     return launch_warpgroup_linear(whole, stream);

@@ -39,9 +39,9 @@ struct SplitRowsParams {
 };
 constexpr int32_t kRowOfZeros = -100000, kRowNotFinite = 100000;  // exponents of such rows
 
-// The product of two such operands, or of two half operands as they are, by warpgroups on Hopper. Pointers begin at a part's first row
+// The product of two such operands, or of two half operands as they are (by warpgroups on Hopper). Pointers begin at a part's first row
 // or column.
-struct WarpgroupLinearParams {
+struct TermsLinearParams {
   int64_t rows, cols, K;
   MatrixView input, weight;  // (rows, K), (cols, K) in half types; or the terms: a batch dim of 2 before
   const int32_t *input_exponents, *weight_exponents;  // (rows,), (cols,); terms only
@@ -80,14 +80,21 @@ struct NormSoftmaxParams {
 };
 
 cudaError_t launch_split_rows(const SplitRowsParams& params, cudaStream_t stream);
-cudaError_t launch_warpgroup_linear(const WarpgroupLinearParams& params, cudaStream_t stream);  // Hopper
-cudaError_t launch_tiled_linear(const LinearParams& params, cudaStream_t stream);               // every card
+cudaError_t launch_warpgroup_linear(const TermsLinearParams& params, cudaStream_t stream);  // Hopper
+cudaError_t launch_split_linear(const TermsLinearParams& params, cudaStream_t stream);      // terms; every card; no statistics
+cudaError_t launch_tiled_linear(const LinearParams& params, cudaStream_t stream);           // every card
 cudaError_t launch_column_statistics(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_batch_norm(const BatchNormParams& params, cudaStream_t stream);
 cudaError_t launch_norm_softmax(const NormSoftmaxParams& params, cudaStream_t stream);
 
-// Host driver of the linear layer with its statistics; on Hopper by warpgroups where the operands allow.
-int64_t linear_workspace(const LinearParams& params, bool hopper);
-cudaError_t linear(const LinearParams& params, bool hopper, void* workspace, cudaStream_t stream);
+// How the product is made: tiled_linear.cu; by terms with split_linear.cu; by warpgroups (warpgroup_linear.cu), float by terms.
+enum class LinearKernel { kTiled, kSplit, kWarpgroups };
+// Whether a kernel can run a problem, and the one to run.
+bool linear_takes(const LinearParams& params, LinearKernel kernel, bool hopper);
+LinearKernel choose_linear(const LinearParams& params, bool hopper);
+
+// Host driver of the linear layer with its statistics.
+int64_t linear_workspace(const LinearParams& params, LinearKernel kernel);
+cudaError_t linear(const LinearParams& params, LinearKernel kernel, void* workspace, cudaStream_t stream);
 
 }  // namespace attention_ext

@@ -13,6 +13,7 @@
 #include "../gemm/warpgroup_mainloop.cuh"
 #include "../sm90/tensor_map.h"
 #include "linear_params.h"
+#include "terms.cuh"
 
 namespace attention_ext {
 namespace {
@@ -23,7 +24,7 @@ struct WarpgroupLinearWork {
   static constexpr bool kTerms = Tile::kTerms == 2;
   using Bias = std::conditional_t<kTerms, float, T>;
 
-  const WarpgroupLinearParams& p;
+  const TermsLinearParams& p;
 
   struct Place {
     int row, col;    // of the tile's first element
@@ -117,9 +118,7 @@ struct WarpgroupLinearWork {
       }
     }
     if constexpr (kTerms) {
-      // Errors of 2^-25 in an element (low's least bit is 2^-24) beside 2^15, K of them: 2^-7.5 sqrt(K). A row is right where its largest
-      // is 2^22 times that, float's own precision.
-      const float least = 23170.0f * sqrtf(static_cast<float>(p.K));
+      const float least = least_right_sum(p.K);
       any_column = __any_sync(0xffffffffu, any_column);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -133,13 +132,6 @@ struct WarpgroupLinearWork {
     }
   }
 
-  // x * 2^exponent, in two steps: the power may be out of float's range where the result is not.
-  static __device__ __forceinline__ float times_power_of_two(float x, int exponent) {
-    exponent = min(max(exponent, -252), 252);  // beyond is 0 or infinity, or the row is marked
-    const int first = exponent / 2, second = exponent - first;
-    return x * __int_as_float((first + 127) << 23) * __int_as_float((second + 127) << 23);
-  }
-
   // Over the eight lanes that hold a column's rows.
   static __device__ __forceinline__ float sum_of_column(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 4);
@@ -150,14 +142,14 @@ struct WarpgroupLinearWork {
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    warpgroup_linear_kernel(const __grid_constant__ WarpgroupLinearParams p, const __grid_constant__ ProductMaps maps) {
+    warpgroup_linear_kernel(const __grid_constant__ TermsLinearParams p, const __grid_constant__ ProductMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
   run_warpgroup_tiles<Tile>(WarpgroupLinearWork<Tile>{p}, maps);
 #endif
 }
 
 template <class Tile>
-cudaError_t launch_tile(const WarpgroupLinearParams& params, cudaStream_t stream) {
+cudaError_t launch_tile(const TermsLinearParams& params, cudaStream_t stream) {
   static_assert(Tile::kTerms == 1 || (Tile::kM == kLinearTile && Tile::kN == kLinearTile), "tiles are marked one by one");
   const DataType type = Tile::kTerms == 2 ? DataType::kHalf : params.type;
   const BatchDims terms = {{Tile::kTerms}, 1};
@@ -171,7 +163,7 @@ cudaError_t launch_tile(const WarpgroupLinearParams& params, cudaStream_t stream
 
 }  // namespace
 
-cudaError_t launch_warpgroup_linear(const WarpgroupLinearParams& params, cudaStream_t stream) {
+cudaError_t launch_warpgroup_linear(const TermsLinearParams& params, cudaStream_t stream) {
   switch (params.type) {
     case DataType::kHalf: return launch_tile<WarpgroupTile<__half, false>>(params, stream);
     case DataType::kBFloat16: return launch_tile<WarpgroupTile<__nv_bfloat16, false>>(params, stream);
