@@ -17,6 +17,7 @@ from pathlib import Path
 PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel", "tiled_linear_kernel")
 # Kernels that multiply by wgmma and load by the copy engine: code for sm_90a, empty bodies for other cards.
 WARPGROUP_PRODUCTS = ("product_scores_kernel", "product_values_kernel", "warpgroup_linear_kernel")
+SPLIT_BY_TILES = "split_linear_kernel"  # the same by wmma
 SPLIT = "SplitWarpgroupTile"  # of warpgroup_linear_kernel: float operands as two half terms
 FUSED = "fused_forward_kernel"
 WARPGROUP_ARCH = "sm_90a"
@@ -64,13 +65,12 @@ def check_code(arch: str, name: str, code: str, instructions: tuple[str, ...], f
 
 def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
     """The products by wmma, for every architecture."""
-    for product in PRODUCTS:
-        for dtype in HALF:
-            chosen = [function for function in functions if product in function[1] and dtype in function[1]]
-            if not chosen:
-                findings.append(f"{product} of {dtype} is missing")
-            for arch, name, code in chosen:
-                check_code(arch, name, code, ("HMMA", "LDSM", "LDGSTS"), findings)
+    for product, dtype in [*((product, dtype) for product in PRODUCTS for dtype in HALF), (SPLIT_BY_TILES, "")]:
+        chosen = [function for function in functions if product in function[1] and dtype in function[1]]
+        if not chosen:
+            findings.append(f"{product} of {dtype or 'float'} is missing")
+        for arch, name, code in chosen:
+            check_code(arch, name, code, ("HMMA", "LDSM", "LDGSTS"), findings)
 
 
 def check_warpgroup_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
