@@ -12,8 +12,8 @@ __device__ __forceinline__ float times_power_of_two(float x, int exponent) {
   return x * __int_as_float((first + 127) << 23) * __int_as_float((second + 127) << 23);
 }
 
-// The least that the largest of some scaled sums of a row must be for them to be right. Errors of 2^-25 in an element (low's least bit is
-// 2^-24) beside 2^15, K of them: 2^-7.5 sqrt(K). They are float's own precision beside 2^22 times that.
+// The least that the largest of some scaled sums of a row must be for them to be right. Errors of up to 2^-25 in an element of either
+// operand (low's least bit is 2^-24) beside 2^15 in the other, K of them: 2^-9.5 sqrt(K); float's own precision beside 2^24 times that.
 __device__ __forceinline__ float least_right_sum(int64_t K) { return 23170.0f * sqrtf(static_cast<float>(K)); }
 
 }  // namespace attention_ext

@@ -5,7 +5,7 @@
 // come as they are, tiles of 128 x 256. Epilogue: exponents of row and column, bias, mean and squares of each column over the
 // warp's 16 rows.
 //
-// What the terms leave out of an element is 2^-40 of its row's largest. It shows only where a row of the product is tiny beside its
+// What the terms leave out of an element is 2^-39 of its row's largest. It shows only where a row of the product is tiny beside its
 // operands (columns scaled one way in input and the other way in weight); the epilogue finds tiles with such rows, and tiles of rows
 // that are not finite, and marks them: tiled_linear.cu makes those anew.
 // Grid: one CTA an SM, which stays; 384 threads. Shared memory: the tiles' Shared. Registers: 232 a consumer thread.
