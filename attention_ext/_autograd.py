@@ -81,8 +81,12 @@ def attend(
     if dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
-    out, lse = Attention.apply(
+    arguments = (
         query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa,
         torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto",
     )  # fmt: skip
+    wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, attn_mask))
+    if not wanted and not torch.compiler.is_compiling():  # the same without what a gradient costs the host
+        return Attention.forward(*arguments)
+    out, lse = Attention.apply(*arguments)
     return out, lse
