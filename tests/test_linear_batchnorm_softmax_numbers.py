@@ -135,3 +135,13 @@ def test_float32_accuracy_and_its_control(device: str, kind: str, wrong: str, tr
     bad = own_layer(lowered) if wrong == "TF32" else torch.zeros_like(own)
     with pytest.raises(AssertionError, match="error"):
         check_float32(bad, want, own, factor)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_an_outlier_that_meets_zeros(device: str, training: bool) -> None:
+    """A feature is normalised by itself: what the outlier hides of it in its row shows."""
+    layer = make(200, 1000, 130, training=training, device=device)
+    layer.input[:, 0] = 0.0
+    layer.weight[5, 0] = 1e12
+    out, want = fused(*layer.args())[0], layer64(layer)[0]
+    close(out, want, 1e-4)

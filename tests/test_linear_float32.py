@@ -117,6 +117,7 @@ def inputs(kind: str, device: str, M: int, K: int, N: int) -> tuple[Tensor, Tens
     x, w = (torch.rand if kind == "uniform" else torch.randn)(M, K), (torch.rand if kind == "uniform" else torch.randn)(N, K)
     columns = torch.logspace(-15, 15, K)[torch.randperm(K)]
     rows, rows_of_weight = (torch.where(torch.arange(size) % 2 == 0, 1e-20, 1e15)[:, None] for size in (M, N))
+    outlier = (torch.arange(N)[:, None] == N // 2) & (torch.arange(K) == 0)  # of one feature: the others hide it in their rows
     scaled = {
         "1e-20": lambda: (x * 1e-20, w),
         "1e15": lambda: (x * 1e15, w),
@@ -131,6 +132,8 @@ def inputs(kind: str, device: str, M: int, K: int, N: int) -> tuple[Tensor, Tens
         "rows of zeros": lambda: (x * (torch.arange(M) % 3 > 0).float()[:, None], w),
         "zeros": lambda: (x * 0.0, w),
         "integers": lambda: ((x * 8).round(), (w * 8).round()),
+        "outlier against zeros": lambda: (x * (torch.arange(K) > 0), torch.where(outlier, w * 1e12, w)),
+        "outlier against small": lambda: (torch.where(torch.arange(K) == 0, x * 1e-8, x), torch.where(outlier, w * 1e8, w)),
         "cancelling": lambda: (torch.cat([x[:, : K // 2], -x[:, : K // 2] * (1 + 2**-20)], 1), torch.cat([w[:, : K // 2]] * 2, 1)),
     }.get(kind, lambda: (x, w))()
     return scaled[0].to(device), scaled[1].to(device)
@@ -138,11 +141,12 @@ def inputs(kind: str, device: str, M: int, K: int, N: int) -> tuple[Tensor, Tens
 
 KINDS = ["normal", "uniform", "1e-20", "1e15", "both 1e15", "1e-20 and 1e15", "rows of two scales", "rows of two scales in both"]
 KINDS += ["scales within a row", "columns of opposite scales", "one large column", "one-hot", "rows of zeros", "zeros", "integers"]
-KINDS += ["cancelling"]
+KINDS += ["cancelling", "outlier against zeros", "outlier against small"]
 
 
 # One product makes a sum, or all have one sign: PyTorch's error is next to nothing, and that of a product of split numbers shows.
 FEW_ROUNDINGS = ("uniform", "columns of opposite scales", "one large column", "one-hot")
+FEW_ROUNDINGS += ("outlier against zeros", "outlier against small")  # what is made anew has other roundings than PyTorch's
 
 
 def check_products(got: Tensor, want: Tensor, base: Tensor) -> None:

@@ -26,7 +26,7 @@ struct LinearParams {
   void* out;         // (M, N) dense, accumulator type
   void* statistics;  // (ceil(M / kStatisticsRows), N) of ColumnStatistics, accumulator type; null: not wanted
   DataType type;
-  // Work for a second kernel behind the first: only tiles that are marked here, (ceil(M / kLinearTile), ceil(N / kLinearTile)), float.
+  // Behind a product of terms: only tiles that are marked here, (ceil(M / kLinearTile), ceil(N / kLinearTile)), float.
   const int32_t* suspect;  // null: all tiles
 };
 

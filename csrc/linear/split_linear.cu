@@ -2,9 +2,9 @@
 //
 // Product of a block tile by wmma, gemm/mainloop.cuh, that runs over three pairs of matrices: low . high, high . low, high . high. The
 // sum of each step of 64 in k is added to float registers, as Tensor Cores truncate what they add. Epilogue: exponents of row and
-// column, bias. Tiles with a row that is not finite, or with four adjacent results that are tiny beside their operands, are marked
+// column, bias. Tiles with a row that is not finite, or with a row or a column that is tiny beside its operands, are marked
 // (warpgroup_linear.cu says why): tiled_linear.cu makes those anew.
-// Grid: one CTA per block tile (tile_of), 256 threads, one CTA an SM. Shared memory: 74,752 bytes.
+// Grid: one CTA per block tile (tile_of), 256 threads, one CTA an SM. Shared memory: 76,928 bytes.
 #include "../gemm/mainloop.cuh"
 #include "linear_params.h"
 #include "terms.cuh"
@@ -17,6 +17,12 @@ using Tile = SplitTile;
 struct SplitLinearParams : TermsLinearParams {
   BatchDims terms;             // (2, 2), of which three: (0, 0), (0, 1), (1, 0)
   MatrixView inputs, weights;  // low, high, high; high, low, high
+};
+
+// Of a row or column of a tile: its exponent, and the largest of its sums, whose bits compare as they do.
+struct Largest {
+  int exponent, sum;
+  __device__ __forceinline__ void join(float x) { atomicMax(&sum, __float_as_int(x)); }
 };
 
 struct SplitLinearWork {
@@ -35,29 +41,48 @@ struct SplitLinearWork {
   __device__ __forceinline__ RowValues<float> row_value(RowValues<float> values) const { return values; }
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, Tile::Shared& shared) const {
+    __shared__ Largest s_row[Tile::kM], s_col[Tile::kN];  // of each row and column of the tile
+    __shared__ int s_exponent[2], s_count[2];             // of rows, of columns that are not zeros: the largest, how many
     const int rows = static_cast<int>(p.rows) - row, cols = static_cast<int>(p.cols) - col;
+    if (threadIdx.x < 2) {
+      s_exponent[threadIdx.x] = kRowOfZeros;
+      s_count[threadIdx.x] = 0;
+    }
+    __syncthreads();  // the counts are clear
+    static_assert(Tile::kThreads == Tile::kM + Tile::kN, "a thread for every row and every column");
+    const bool is_row = threadIdx.x < Tile::kM;
+    const int mine = is_row ? threadIdx.x : threadIdx.x - Tile::kM;
+    const int exponent = is_row        ? __float_as_int(shared.row[mine].first)
+                         : mine < cols ? p.weight_exponents[col + mine]
+                                       : kRowOfZeros;
+    (is_row ? s_row : s_col)[mine] = {exponent, 0};
+    atomicMax(&s_exponent[is_row ? 0 : 1], exponent);
+    if (exponent != kRowOfZeros) atomicAdd(&s_count[is_row ? 0 : 1], 1);
+    __syncthreads();  // exponents and counts are there
+    const int row_exponent = s_exponent[0], column_exponent = s_exponent[1];
+
     const float* g_bias = static_cast<const float*>(p.bias) + col * p.bias_stride;
     float* g_out = p.out + row * p.pitch + col;
-    const float least = least_right_sum(p.K);
-    bool suspect = false;
     product.for_each_quad<false>(shared, rows, cols, [&](int quad_row, int quad_col, const float (&sum)[4]) {
-      const int row_exponent = __float_as_int(shared.row[quad_row].first);
-      bool any_column = false;
+      const int of_row = s_row[quad_row].exponent;
       float x[4], largest = 0.0f;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const bool in = quad_col + e < cols;
-        const int exponent = in ? p.weight_exponents[col + quad_col + e] : kRowOfZeros;
-        any_column = any_column || exponent != kRowOfZeros;
-        suspect = suspect || exponent == kRowNotFinite;
-        largest = fmaxf(largest, fabsf(sum[e]));
-        x[e] = times_power_of_two(sum[e], row_exponent + exponent);
+        const int of_col = s_col[quad_col + e].exponent;
+        largest = fmaxf(largest, fabsf(sum[e]) * beside_largest(of_col, column_exponent));
+        s_col[quad_col + e].join(fabsf(sum[e]) * beside_largest(of_row, row_exponent));
+        x[e] = times_power_of_two(sum[e], of_row + of_col);
         if (p.bias != nullptr && in) x[e] += g_bias[(quad_col + e) * p.bias_stride];
       }
-      suspect = suspect || row_exponent == kRowNotFinite || (any_column && row_exponent != kRowOfZeros && !(largest >= least));
+      s_row[quad_row].join(largest);
       store_quad<float>(g_out + quad_row * p.pitch, quad_col, cols, 1, p.pitch % 4 == 0, x);
     });
-    if (suspect) p.suspect[row / Tile::kM * p.suspect_pitch + col / Tile::kN] = 1;
+    __syncthreads();  // all sums have joined
+    const int count = s_count[is_row ? 1 : 0];
+    const float largest = __int_as_float((is_row ? s_row : s_col)[mine].sum);
+    const bool tiny = exponent != kRowOfZeros && count > 0 && !(largest >= least_right_sum(p.K, count));
+    if (tiny || exponent == kRowNotFinite) p.suspect[row / Tile::kM * p.suspect_pitch + col / Tile::kN] = 1;
   }
 };
 

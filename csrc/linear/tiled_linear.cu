@@ -1,7 +1,7 @@
 // The linear layer on every card and in every dtype: out = input . weight^T + bias in the accumulator type; and the statistics of out's
 // columns by a kernel of their own.
 //
-// Tensor Core (half types) or plain product of a block tile, gemm/mainloop.cuh. Behind warpgroup_linear.cu both kernels do only the tiles
+// Tensor Core (half types) or plain product of a block tile, gemm/mainloop.cuh. Behind the products of terms both kernels do only the tiles
 // that it has marked, and their CTAs return at once elsewhere.
 // Grid: one CTA per block tile; statistics: one of 128 threads, a column each, per 128 x 128. Shared memory: 74,752 bytes (half types),
 // 62,464 (float), 56,320 (double).

@@ -5,9 +5,9 @@
 // come as they are, tiles of 128 x 256. Epilogue: exponents of row and column, bias, mean and squares of each column over the
 // warp's 16 rows.
 //
-// What the terms leave out of an element is 2^-39 of its row's largest. It shows only where a row of the product is tiny beside its
-// operands (columns scaled one way in input and the other way in weight); the epilogue finds tiles with such rows, and tiles of rows
-// that are not finite, and marks them: tiled_linear.cu makes those anew.
+// What the terms leave out of an element is 2^-39 of its row's largest. It shows only where a row or a column of the product is tiny beside
+// its operands (columns scaled one way in input and the other way in weight, an outlier that meets zeros); the epilogue finds such
+// rows of a tile and columns of a warp's 16 rows, and rows that are not finite, and marks the tile: tiled_linear.cu makes it anew.
 // Grid: one CTA an SM, which stays; 384 threads. Shared memory: the tiles' Shared. Registers: 232 a consumer thread.
 #include "../device/math.cuh"
 #include "../gemm/warpgroup_mainloop.cuh"
@@ -64,8 +64,30 @@ struct WarpgroupLinearWork {
     float* g_out = p.out + (at.row + row) * p.pitch + at.col;
     ColumnStatistics<float>* g_statistics =
         static_cast<ColumnStatistics<float>*>(p.statistics) + (at.row + row - lane / 4) / kStatisticsRows * p.pitch + at.col;
+    // Of the tile's columns and of the warp's rows that are not zeros: the largest exponent and how many there are.
+    int column_exponent = kRowOfZeros, columns = 0, row_exponent = max(exponents[0], exponents[1]);
+    int terms_rows = (exponents[0] != kRowOfZeros) + (exponents[1] != kRowOfZeros);
+    if constexpr (kTerms) {
+#pragma unroll 4
+      for (int group = 0; group < Tile::kN / 8; ++group) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int exponent = exponent_of_column(at, group * 8 + lane % 4 * 2 + e);
+          column_exponent = max(column_exponent, exponent);
+          columns += exponent != kRowOfZeros;
+        }
+      }
+#pragma unroll
+      for (int lanes = 1; lanes < 32; lanes *= 2) {  // 1 and 2: lanes of other columns; 4, 8, 16: of other rows
+        int& exponent = lanes < 4 ? column_exponent : row_exponent;
+        int& count = lanes < 4 ? columns : terms_rows;
+        exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, lanes));
+        count += __shfl_xor_sync(0xffffffffu, count, lanes);
+      }
+    }
+    const float least_of_column = least_right_sum(p.K, terms_rows);
     float largest[2] = {0.0f, 0.0f};
-    bool any_column = false, suspect = first_exponent == kRowNotFinite || second_exponent == kRowNotFinite;
+    bool suspect = column_exponent == kRowNotFinite || row_exponent == kRowNotFinite;
 #pragma unroll
     for (int group = 0; group < Tile::kN / 8; ++group) {
       const int col = group * 8 + lane % 4 * 2;
@@ -73,23 +95,25 @@ struct WarpgroupLinearWork {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const bool in = col + e < at.cols;
-        const int exponent = kTerms && in ? p.weight_exponents[at.col + col + e] : kRowOfZeros;
+        const int exponent = exponent_of_column(at, col + e);
         const float bias = p.bias != nullptr && in
                                ? to_accumulator(static_cast<const Bias*>(p.bias)[(at.col + col + e) * p.bias_stride])
                                : 0.0f;
-        if constexpr (kTerms) {
-          any_column = any_column || exponent != kRowOfZeros;
-          suspect = suspect || exponent == kRowNotFinite;
-        }
+        float largest_of_column = 0.0f;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const float sum = product[group * 4 + half * 2 + e];
           if constexpr (kTerms) {
-            largest[half] = maximum(largest[half], fabsf(sum));
+            largest[half] = maximum(largest[half], fabsf(sum) * beside_largest(exponent, column_exponent));
+            largest_of_column = maximum(largest_of_column, fabsf(sum) * beside_largest(exponents[half], row_exponent));
             x[half][e] = times_power_of_two(sum, exponents[half] + exponent) + bias;
           } else {
             x[half][e] = sum + bias;
           }
+        }
+        if constexpr (kTerms) {
+          largest_of_column = largest_over_rows(largest_of_column);
+          suspect = suspect || (exponent != kRowOfZeros && terms_rows > 0 && !(largest_of_column >= least_of_column));
         }
       }
 #pragma unroll
@@ -118,13 +142,12 @@ struct WarpgroupLinearWork {
       }
     }
     if constexpr (kTerms) {
-      const float least = least_right_sum(p.K);
-      any_column = __any_sync(0xffffffffu, any_column);
+      const float least_of_row = least_right_sum(p.K, columns);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         largest[half] = maximum(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
         largest[half] = maximum(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
-        suspect = suspect || (any_column && exponents[half] != kRowOfZeros && !(largest[half] >= least));
+        suspect = suspect || (columns > 0 && exponents[half] != kRowOfZeros && !(largest[half] >= least_of_row));
       }
       if (__any_sync(0xffffffffu, suspect) && lane == 0) {
         p.suspect[at.row / Tile::kM * p.suspect_pitch + at.col / Tile::kN] = 1;
@@ -132,7 +155,17 @@ struct WarpgroupLinearWork {
     }
   }
 
+  // Of a column of the tile; as a row of zeros where there is none.
+  __device__ __forceinline__ int exponent_of_column(const Place& at, int col) const {
+    return kTerms && col < at.cols ? p.weight_exponents[at.col + col] : kRowOfZeros;
+  }
+
   // Over the eight lanes that hold a column's rows.
+  static __device__ __forceinline__ float largest_over_rows(float x) {
+    x = maximum(x, __shfl_xor_sync(0xffffffffu, x, 4));
+    x = maximum(x, __shfl_xor_sync(0xffffffffu, x, 8));
+    return maximum(x, __shfl_xor_sync(0xffffffffu, x, 16));
+  }
   static __device__ __forceinline__ float sum_of_column(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 4);
     x += __shfl_xor_sync(0xffffffffu, x, 8);

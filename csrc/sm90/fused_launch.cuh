@@ -53,7 +53,9 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   if (status != cudaSuccess) return status;
   int columns = Tile::kShareColumns;
-  if (Tile::kPasses && params.S <= 2 * Tile::kN && fused_tiles(params, columns) > processors) columns = kAllColumns;
+  if (Tile::kPasses && params.S <= 2 * Tile::kN && params.Ev <= kAllColumns && fused_tiles(params, columns) > processors) {
+    columns = kAllColumns;
+  }
   const int64_t tiles = fused_tiles(params, columns);
   const bool ctas_stay = !kGeneral && (!params.causal || params.S <= kShortKeys);
   const int64_t ctas = ctas_stay && tiles > processors ? processors : tiles;

@@ -30,7 +30,7 @@ constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
 constexpr int kFusedRows = 64;   // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
 constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read a third more of shared memory
 
-constexpr int kAllColumns = 1 << 30;  // of values that a CTA takes in passes
+constexpr int kAllColumns = 1 << 30;  // of values that a CTA takes in passes; with more, CTAs share them
 
 // Blocks of keys whose visibility under a mask a CTA looks up in advance; blocks behind are taken for visible.
 constexpr int kTrackedBlocks = 2048;
