@@ -91,7 +91,6 @@ LinearKernel kernel_of(const char* op, const std::string& name, const LinearPara
   fail(op, "kernel_name", "\"auto\", \"tiled\", \"split\" or \"sm90_split\"", "\"" + name + "\"");
 }
 
-// linear_float32 by the kernel of that name, for tests.
 Tensor linear_float32_by(Tensor input, Tensor weight, OptionalTensor bias, std::string kernel_name) {
   const char* op = "linear_float32";
   if (!input.defined()) fail(op, "input", "a tensor", "None");
@@ -115,10 +114,11 @@ Tensor linear_float32(Tensor input, Tensor weight, OptionalTensor bias) {
   return linear_float32_by(input, weight, bias, "auto");
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input, Tensor weight, OptionalTensor bias,
-                                                                    OptionalTensor bn_weight, OptionalTensor bn_bias,
-                                                                    OptionalTensor running_mean, OptionalTensor running_var,
-                                                                    Tensor scale, bool training, double eps) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor input, Tensor weight, OptionalTensor bias,
+                                                                       OptionalTensor bn_weight, OptionalTensor bn_bias,
+                                                                       OptionalTensor running_mean, OptionalTensor running_var,
+                                                                       Tensor scale, bool training, double eps,
+                                                                       std::string kernel_name) {
   const char* op = "linear_batchnorm_softmax";
   if (!input.defined()) fail(op, "input", "a tensor", "None");
   LinearParams params = check_linear(op, input, weight, bias);
@@ -173,10 +173,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
   norm.shift = static_cast<char*>(norm.center) + 2 * N * bytes;
   NormSoftmaxParams softmax = {M, N, params.out, norm.center, norm.factor, norm.shift, data_of(out), params.type};
 
-  run_linear(op, params, choose_linear(params, is_hopper(device)), device);
+  run_linear(op, params, kernel_of(op, kernel_name, params, device), device);
   check_status(op, launch_batch_norm(norm, current_stream(device)), device);
   check_status(op, launch_norm_softmax(softmax, current_stream(device)), device);
   return {out, mean, var, linear_out};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input, Tensor weight, OptionalTensor bias,
+                                                                    OptionalTensor bn_weight, OptionalTensor bn_bias,
+                                                                    OptionalTensor running_mean, OptionalTensor running_var,
+                                                                    Tensor scale, bool training, double eps) {
+  return linear_batchnorm_softmax_by(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps,
+                                     "auto");
 }
 
 }  // namespace
@@ -185,5 +193,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
   m.impl("linear_float32", TORCH_BOX(&attention_ext::linear_float32));
   m.impl("_linear_float32_by", TORCH_BOX(&attention_ext::linear_float32_by));
+  m.impl("_linear_batchnorm_softmax_by", TORCH_BOX(&attention_ext::linear_batchnorm_softmax_by));
   m.impl("linear_batchnorm_softmax", TORCH_BOX(&attention_ext::linear_batchnorm_softmax));
 }

@@ -55,7 +55,12 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
   m.def("row_softmax(Tensor scores, *, str dtype=\"float32\") -> (Tensor weights, Tensor row_sum, Tensor lse)");
   m.def("scores_values(Tensor weights, Tensor row_sum, Tensor value, *, bool enable_gqa=False) -> Tensor");
   m.def("linear_float32(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
-  m.def("_linear_float32_by(Tensor input, Tensor weight, Tensor? bias, str kernel_name) -> Tensor");  // CUDA, no gradient
+  // By the kernel of that name, for tests: on CUDA only, without a gradient.
+  m.def("_linear_float32_by(Tensor input, Tensor weight, Tensor? bias, str kernel_name) -> Tensor");
+  m.def(
+      "_linear_batchnorm_softmax_by(Tensor input, Tensor weight, Tensor? bias, Tensor? bn_weight, Tensor? bn_bias, "
+      "Tensor? running_mean, Tensor? running_var, Tensor scale, bool training, float eps, str kernel_name) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "linear_batchnorm_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor? bn_weight, Tensor? bn_bias, "
       "Tensor? running_mean, Tensor? running_var, Tensor scale, bool training, float eps) "

@@ -131,6 +131,7 @@ cudaError_t launch_typed(const NormSoftmaxParams& params, cudaStream_t stream) {
 
 cudaError_t launch_norm_softmax(const NormSoftmaxParams& params, cudaStream_t stream) {
   if (params.M == 0 || params.N == 0) return cudaSuccess;
+  if (params.N > 0x7fff0000) return cudaErrorInvalidValue;  // columns are counted in int, a chunk ahead
   switch (params.type) {
     case DataType::kHalf: return launch_typed<__half>(params, stream);
     case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
