@@ -10,7 +10,7 @@ from torch import Tensor
 from ._checks import check_shape, message, refuse, shape_of, surely
 from ._libraries import check_cuda_library
 
-__all__ = ["accumulator", "check_linear_batchnorm_softmax", "check_linear_float32"]
+__all__ = ["accumulator", "as_scale", "check_linear_batchnorm_softmax", "check_linear_float32"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -18,6 +18,21 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """What sums and statistics are kept in: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def as_scale(scale: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The scale as the operator takes it beside operands of this dtype and device; what cannot fit is left for it to refuse.
+
+    A number and, as in PyTorch's type promotion, a tensor of integers or of rank 0 do not decide the dtype; one of rank 0 on the
+    CPU may stand beside operands elsewhere.
+    """
+    wide = accumulator(dtype)
+    if not isinstance(scale, Tensor):
+        return torch.full((), float(scale), dtype=wide, device=device)
+    if scale.dim() == 0 and scale.is_cpu:
+        scale = scale.to(device)
+    decides = scale.dtype.is_complex or (scale.dtype.is_floating_point and scale.dim() > 0)
+    return scale if decides or scale.dtype in (dtype, wide) else scale.to(wide)
 
 
 def _check_dense(name: str, tensor: Tensor | None) -> None:

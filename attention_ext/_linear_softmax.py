@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._linear import exactly, log_composed, product
-from ._linear_checks import accumulator, check_linear_batchnorm_softmax
+from ._linear_checks import accumulator, as_scale, check_linear_batchnorm_softmax
 from ._reference import below_autocast
 from ._transforms import AUTOCAST, castable, why_composed
 
@@ -90,7 +90,9 @@ class LinearBatchNormSoftmax(torch.autograd.Function):
         if not ctx.training:
             ctx.mark_non_differentiable(mean, var)
         ctx.set_materialize_grads(False)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.dtype, ctx.bias_dtype = input.dtype, None if bias is None else bias.dtype
+        needs_input, needs_weight = ctx.needs_input_grad[:2]
+        input, weight = input if needs_weight else None, weight if needs_input else None
         ctx.save_for_backward(input, weight, bn_weight, bn_bias, scale, mean, var, linear)
 
     @staticmethod
@@ -124,8 +126,8 @@ class LinearBatchNormSoftmax(torch.autograd.Function):
             return None, None, None, grad_bn_weight, grad_bn_bias, None, None, grad_scale, None, None
         grad = sum(parts[1:], parts[0])
         return (
-            product(grad, weight.to(acc).t()).to(input.dtype) if needs[0] else None,
-            product(grad.t(), input.to(acc).t()).to(weight.dtype) if needs[1] else None,
+            product(grad, weight.to(acc).t()).to(ctx.dtype) if needs[0] else None,
+            product(grad.t(), input.to(acc).t()).to(ctx.dtype) if needs[1] else None,
             grad.sum(0).to(ctx.bias_dtype) if needs[2] else None,
             grad_bn_weight, grad_bn_bias, None, None, grad_scale, None, None,
         )  # fmt: skip
@@ -194,8 +196,7 @@ def call_and_update(
 
     momentum None, beside num_batches_tracked: the running statistics become the mean of those of all batches so far.
     """
-    if not isinstance(scale, Tensor):
-        scale = torch.full((), float(scale), dtype=accumulator(input.dtype), device=input.device)
+    scale = as_scale(scale, input.dtype, input.device)
     out: Tensor
     out, mean, var, _ = _OPERATOR(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
     factor: float | Tensor = 0.0 if momentum is None else momentum

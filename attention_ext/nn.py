@@ -2,11 +2,10 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ._checks import message
-from ._linear_checks import accumulator
+from ._linear_checks import as_scale
 from ._linear_softmax import call_and_update
 
 __all__ = ["LinearBatchNormSoftmax"]
@@ -28,16 +27,21 @@ class LinearBatchNormSoftmax(nn.Module):
         linear: nn.Linear, K to F features.
         bn: nn.BatchNorm1d of F features, with any of its switches.
         scale: a number, or a tensor of shape (), (1,) or (F,). A Parameter is trained; any other tensor, or a number, is a buffer.
+            A tensor of integers, or one of rank 0 and another dtype, becomes one of float32 (float64 beside float64).
 
     The three are shared, not copied, and read at each call: what happens to `linear` and `bn` outside happens here (also
     parametrizations, .to(), loading a state). The state holds those of the two under "linear." and "bn.", and "scale".
     The mode is that of `bn`: bn.eval() alone suffices. In training mode the output is normalised with the batch's statistics, and
     the running ones are updated as nn.BatchNorm1d does.
 
-    Shape: input (M, K) -> (M, F). Input and linear of one dtype; bn and scale of that or float32.
+    Hooks of wrapped modules are refused; global module hooks see this module alone. torch.jit.script is not supported.
+
+    Shape: input (M, K) -> (M, F). Input and linear of one dtype; bn and scale of that or float32. The output is in the input's
+    dtype, where PyTorch's chain promotes to that of scale.
 
     Raises:
-        ValueError: bn.num_features is not linear.out_features; fewer than two rows for batch statistics.
+        ValueError: bn.num_features is not linear.out_features; fewer than two rows for batch statistics; a negative bn.eps, or 0
+            for batch statistics.
         TypeError: a module that is not an nn.Linear or an nn.BatchNorm1d, or a subclass with a forward of its own
             (nn.SyncBatchNorm: its statistics are those of all processes).
         RuntimeError: a wrapped module with hooks, which would not run; anything that the operator refuses.
@@ -56,8 +60,8 @@ class LinearBatchNormSoftmax(nn.Module):
         features = linear.out_features
         if bn.num_features != features:
             raise ValueError(message("bn", f"num_features = linear.out_features = {features}", f"num_features = {bn.num_features}"))
-        if not isinstance(scale, Tensor):
-            scale = torch.tensor(float(scale), dtype=accumulator(linear.weight.dtype), device=linear.weight.device)
+        if not isinstance(scale, nn.Parameter):
+            scale = as_scale(scale, linear.weight.dtype, linear.weight.device)
         if tuple(scale.shape) not in ((), (1,), (features,)):
             raise ValueError(message("scale", f"a number or shape (), (1,) or ({features},)", f"shape {tuple(scale.shape)}"))
         self.linear = linear

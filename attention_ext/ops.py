@@ -228,7 +228,7 @@ def linear_batchnorm_softmax(
         running_mean, running_var: (F,), both or neither. When training they do not matter for the result and are updated in place,
             as by batch_norm: (1 - momentum) * running + momentum * batch, with the unbiased variance.
         bn_weight, bn_bias: (F,).
-        scale: a number, or a tensor of shape (), (1,) or (F,); of any sign.
+        scale: a number, or a tensor of shape (), (1,) or (F,); of any sign. Integers, and any dtype at rank 0, are taken too.
         training: normalise with the batch's mean and biased variance, which takes M >= 2, else with the running ones.
         momentum: the batch's share of the new running statistics.
         eps: added to the variance.
@@ -236,11 +236,12 @@ def linear_batchnorm_softmax(
     The statistics, bn_weight, bn_bias and scale are of the input's dtype or float32 (float64 beside float64).
 
     Returns:
-        (M, F) in the input's dtype, contiguous. The product is float32-accurate for float32 whatever torch's TF32 setting; sums,
-        statistics and softmax are in float32 (float64 for float64). A row of only -inf before the softmax is NaN, as in PyTorch.
+        (M, F) in the input's dtype, where PyTorch promotes to that of scale; contiguous. The product is float32-accurate for
+        float32 whatever torch's TF32 setting; sums, statistics and softmax are in float32 (float64 for float64). A row of only
+        -inf before the softmax is NaN, as in PyTorch.
 
     Raises:
-        ValueError: training with fewer than two rows.
+        ValueError: training with fewer than two rows; a negative eps, or 0 when training.
         RuntimeError: any other input that is refused; the message names the argument, what was expected and what came.
 
     Differentiable any number of times in all but the running statistics. In an autocast region input, weight and bias are cast to

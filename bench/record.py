@@ -1,5 +1,7 @@
 """Measures everything a record needs on one GPU and prints it as JSON: `python bench/record.py > record.json`.
 
+Where a part fails, what was measured before it is printed, with what happened under "failed"; the exit code is 1.
+
 One process, one card, ours and PyTorch's in turn: ceilings, forward cases with errors and extra memory beside PyTorch's back ends
 and the formula in three calls, the pipeline's stages, the error rule over head dims and dtypes, memory at long sequences.
 
@@ -12,6 +14,7 @@ and the formula in three calls, the pipeline's stages, the error rule over head 
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -224,7 +227,35 @@ def backward_case(case: Case) -> dict[str, float]:
     return out
 
 
-def main() -> None:
+def fill(
+    record: dict[str, Any], cases: dict[str, Case], linear: list[linear_cases.LinearCase], quick: bool, with_peers: bool
+) -> None:
+    """Measures everything into the record, part by part."""
+    record["error_rule"], record["forward"] = [], {}
+    with torch.no_grad():
+        record["ceilings"] = ceilings()
+        log(f"ceilings: {record['ceilings']}")
+        for name, case in cases.items():
+            record["forward"][name] = forward_case(case, record["ceilings"], quick)
+        if "kb97" in cases and not quick:
+            record["stages"] = {"kb97": stages(cases["kb97"])}
+            record["workspace_mib_to_ms"] = {"kb97": workspaces(cases["kb97"])}
+            log(json.dumps({key: record[key] for key in ("stages", "workspace_mib_to_ms")}))
+    if not quick:
+        record["error_rule"] = error_rule()
+        with torch.no_grad():
+            record["long_sequences"] = long_sequences()
+        record["backward"] = {name: backward_case(case) for name, case in cases.items() if name in ("kb97", "g512c")}
+    record["linear"] = {}
+    with torch.no_grad():
+        for layer in linear:
+            for part in linear_cases.PARTS:
+                record["linear"][f"{layer.name} {part}"] = linear_cases.measure(layer, part, quick)
+    if with_peers:
+        record["peers"] = peers.measure(cases, record["forward"])
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = [case.name for case in (*CASES, *linear_cases.LINEAR_CASES)]
     parser.add_argument("--cases", nargs="*", default=names)
@@ -241,26 +272,14 @@ def main() -> None:
         "csrc_tree": attention_ext._libraries.BUILD.csrc,
         "built_for": attention_ext._libraries.BUILD.built_for,
     }
-    with torch.no_grad():
-        record["ceilings"] = ceilings()
-        log(f"ceilings: {record['ceilings']}")
-        record["forward"] = {name: forward_case(case, record["ceilings"], args.quick) for name, case in cases.items()}
-        record["linear"] = {
-            f"{case.name} {part}": linear_cases.measure(case, part, args.quick) for case in linear for part in linear_cases.PARTS
-        }
-        if "kb97" in cases and not args.quick:
-            record["stages"] = {"kb97": stages(cases["kb97"])}
-            record["workspace_mib_to_ms"] = {"kb97": workspaces(cases["kb97"])}
-            log(json.dumps({key: record[key] for key in ("stages", "workspace_mib_to_ms")}))
-    record["error_rule"] = [] if args.quick else error_rule()
-    if not args.quick:
-        with torch.no_grad():
-            record["long_sequences"] = long_sequences()
-        record["backward"] = {name: backward_case(case) for name, case in cases.items() if name in ("kb97", "g512c")}
-    if args.peers:
-        record["peers"] = peers.measure(cases, record["forward"])
+    try:
+        fill(record, cases, linear, args.quick, args.peers)
+    except Exception as error:  # what was measured until then is worth having
+        traceback.print_exc()
+        record["failed"] = f"{type(error).__name__}: {error}"
     json.dump(record, sys.stdout, indent=1)
+    return int("failed" in record)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

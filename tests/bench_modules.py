@@ -15,16 +15,18 @@ import cases  # noqa: E402
 import common  # noqa: E402
 import linear_cases  # noqa: E402
 import peers  # noqa: E402
+import record  # noqa: E402
 import record_shapes  # noqa: E402
 from cases import CASES, MASKS, SETS, Case  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
 __all__ = ["CASES", "MASKS", "ROOT", "SETS", "SHAPES", "Case", "cases", "common", "linear_cases", "peers", "record_shapes"]
-__all__ += ["script"]
+__all__ += ["record", "script"]
 
 
-def script(name: str) -> ModuleType:
-    loader = SourceFileLoader(f"scripts_{Path(name).stem}", str(ROOT / "scripts" / name))
+def script(name: str, folder: str = "scripts") -> ModuleType:
+    """The file of this name as a module of its own."""
+    loader = SourceFileLoader(f"{Path(folder).name}_{Path(name).stem}", str(ROOT / folder / name))
     spec = importlib.util.spec_from_loader(loader.name, loader)
     assert spec is not None
     module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_modules import CASES, MASKS, ROOT, SETS, SHAPES, Case, cases, common, peers, record_shapes, script
+from bench_modules import CASES, MASKS, ROOT, SETS, SHAPES, Case, cases, common, peers, record, record_shapes, script
 
 
 @pytest.mark.parametrize(
@@ -205,6 +205,26 @@ def test_tables_with_and_without_what_newer_records_hold() -> None:
     assert len(table(newer)) > len(plain) and "cold L2" in text and "out of memory" in text and "2000" in text
     assert "lin84 train | 1, 2, 3 | 1.00" in text and "lin84" not in "\n".join(plain)
     assert "0 of 1 slower" in text and "ours on 1" in text and "nan" not in text
+
+
+@pytest.mark.parametrize("lost", [None, "error_rule", "stages", "peers"])
+def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lost: str | None) -> None:
+    """What came before is printed, the linear cases behind all of attention's."""
+    fakes = {"ceilings": {"x": 1.0}, "forward_case": {"within_rule": True}, "stages": {}, "workspaces": {}}
+    fakes |= {"error_rule": [{"within_rule": True}], "long_sequences": {}, "backward_case": {}}
+    for name, value in fakes.items():
+        monkeypatch.setattr(record, name, broken if name == lost else lambda *_, value=value: value)
+    monkeypatch.setattr(record.linear_cases, "measure", lambda *_: {"within_rule": True})
+    monkeypatch.setattr(record.peers, "measure", broken if lost == "peers" else lambda *_: {})
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
+    monkeypatch.setattr("sys.argv", ["record.py", "--cases", "kb97", "lin84", "--peers"])
+    code, gpu_check = record.main(), script("gpu_check")
+    found = gpu_check.last_json(capsys.readouterr().out)
+    assert code == int(lost is not None) and list(found["forward"]) == ["kb97"] and found["ceilings"] == {"x": 1.0}
+    assert ("OutOfMemoryError" in found.get("failed", "")) == (lost is not None) and gpu_check.bench_sound(found) == (lost is None)
+    assert len(found.get("linear", {})) == (3 if lost in (None, "peers") else 0)
+    assert not gpu_check.bench_sound({"bench_failed": True, "error_rule": []})
+    assert lost is not None or not gpu_check.bench_sound(found | {"error_rule": [{"within_rule": False}]})
 
 
 def test_last_json() -> None:

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import copy
 import inspect
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from bench_modules import script
 from helpers import close, normal
 from torch import Tensor, nn
+from torch.func import functional_call
 
-FOLDER = Path(__file__).parent.parent / "examples" / "kernelbench"
-
-
-def example(name: str) -> ModuleType:
-    loader = SourceFileLoader(f"examples_{name}", str(FOLDER / f"{name}.py"))
-    module = module_from_spec(spec_from_loader(loader.name, loader))
-    loader.exec_module(module)
-    return module
+FOLDER = "examples/kernelbench"
 
 
 def test_problem97(device: str) -> None:
-    problem = example("level1_problem97")
+    problem = script("level1_problem97.py", FOLDER)
     q, k, v = (normal(2, 3, 5, 8, device=device) for _ in range(3))
     close(problem.ModelNew(*problem.get_init_inputs())(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v))
 
@@ -44,13 +35,19 @@ class Model(nn.Module):
         return self.softmax(self.scale * self.bn(self.gemm(x)))
 
 
+def pair84(device: str, scale_shape: tuple[int, ...] = (1,)) -> tuple[nn.Module, nn.Module]:
+    """The benchmark's and ours with the same state."""
+    kinds = Model, script("level2_problem84.py", FOLDER).ModelNew
+    own, ours = (kind(20, 12, 1e-3, 0.3, scale_shape).to(device) for kind in kinds)
+    nn.init.normal_(own.scale)
+    ours.load_state_dict(own.state_dict())
+    return own, ours
+
+
 @pytest.mark.parametrize("scale_shape", [(1,), (12,), ()], ids=str)
 def test_problem84(device: str, scale_shape: tuple[int, ...]) -> None:
     """Training as the harness runs it, then evaluation; state and copies included."""
-    problem = example("level2_problem84")
-    own, ours = (kind(20, 12, 1e-3, 0.3, scale_shape).to(device) for kind in (Model, problem.ModelNew))
-    nn.init.normal_(own.scale)
-    ours.load_state_dict(own.state_dict())
+    own, ours = pair84(device, scale_shape)
     assert list(ours.state_dict()) == list(own.state_dict()) and [*ours.children()] == [ours.gemm, ours.bn]
     for model in (ours, copy.deepcopy(ours)):
         right = copy.deepcopy(own)
@@ -68,8 +65,35 @@ def test_problem84(device: str, scale_shape: tuple[int, ...]) -> None:
         model.train(), model.zero_grad()
 
 
+def test_problem84_with_another_state(device: str) -> None:
+    """Parameters given for one call, put in place of the loaded ones, or assigned are those that count."""
+    own, ours = pair84(device)
+    x = torch.rand(9, 20).to(device)
+
+    def compare(call) -> None:
+        torch.testing.assert_close(call(ours), call(own), rtol=1e-4, atol=1e-5)
+
+    def loss(scale: Tensor, model: nn.Module) -> Tensor:
+        return functional_call(model, {"scale": scale}, (x,)).square().sum()
+
+    compare(lambda model: model(x))
+    for model in (own, ours):  # transforms cannot update the statistics
+        model.eval()
+    before = ours(x)
+    compare(lambda model: functional_call(model, {"scale": own.scale * 3 + 1}, (x,)))
+    compare(lambda model: torch.func.grad(loss)(own.scale.detach() * 3, model))
+    other, _ = pair84(device)
+    for model in (own, ours):
+        model.load_state_dict({name: t.clone() for name, t in other.state_dict().items()}, assign=True)
+    compare(lambda model: model(x))
+    for model in (own, ours):
+        model.scale = nn.Parameter(torch.full((1,), -2.0, device=device))
+    compare(lambda model: model(x))
+    assert not torch.allclose(ours(x), before, rtol=1e-2)
+
+
 def test_problem84_is_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = example("level2_problem84")
+    problem = script("level2_problem84.py", FOLDER)
     assert problem.get_init_inputs() == [8192, 8192, 1e-5, 0.1, (1,)] and problem.batch_size == 1024
     ours, own = (inspect.signature(kind.__init__).parameters for kind in (problem.ModelNew, Model))
     assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in own.values()]

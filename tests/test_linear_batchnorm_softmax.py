@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
 from helpers import FLOATS, HALVES, close
-from linear_reference import check_form, check_layer, layer64, make, own_layer, surrounded
+from linear_reference import check_form, check_layer, layer64, make, rounded_to_tf32, surrounded
 
 import attention_ext
 
 fused = torch.ops.attention_ext.linear_batchnorm_softmax
 INF, NAN = math.inf, math.nan
+gpu = pytest.mark.gpu
 modes = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 MIXED = [(d, d) for d in FLOATS] + [(d, torch.float32) for d in HALVES]  # of the operands, of scale and batch norm
 dtypes = pytest.mark.parametrize(("dtype", "bn_dtype"), MIXED, ids=str)
@@ -77,7 +79,7 @@ def test_empty(device: str, M: int, K: int, F: int, poison: None) -> None:
 
 def test_no_columns_when_training(device: str) -> None:
     """K = 0: every feature is its bias, without variance."""
-    check_layer(make(4, 0, 6, device=device))
+    settled(4, 0, 6, device=device)
 
 
 def test_one_row_of_evaluation(device: str) -> None:
@@ -94,21 +96,55 @@ LAYOUTS = {
 
 @modes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("K", [40, 1001])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(device: str, layout: str, dtype: torch.dtype, training: bool) -> None:
-    layer = make(37, 40, 29, dtype=dtype, training=training, scale=(29,), device=device)
-    before = layer.map(torch.clone)
-    moved = layer.map(LAYOUTS[layout])
-    check_form(fused(*moved.args()), moved)
-    reference.check_error("out", fused(*moved.args())[0], layer64(layer)[0], own_layer(layer))
-    assert all(torch.equal(t, before.tensors()[name]) for name, t in moved.tensors().items()), "an input has changed"
+def test_layouts(device: str, layout: str, K: int, dtype: torch.dtype, training: bool) -> None:
+    def trial() -> None:
+        layer = make(37, K, 29, dtype=dtype, training=training, scale=(29,), device=device)
+        moved = layer.map(LAYOUTS[layout])
+        check_layer(moved)
+        assert all(torch.equal(t, layer.tensors()[name]) for name, t in moved.tensors().items()), "an input has changed"
+
+    reference.settle(trial)
+
+
+@gpu
+@modes
+@pytest.mark.parametrize("kernel", ["tiled", "split", "sm90_split"])
+def test_each_kernel(kernel: str, training: bool, poison_all: None) -> None:
+    if kernel == "sm90_split" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("it needs compute capability 9.0")
+    by = partial(torch.ops.attention_ext._linear_batchnorm_softmax_by, kernel_name=kernel)
+    reference.settle(lambda: check_layer(make(200, 1000, 130, training=training, device="cuda"), by))
+
+
+def lowered(*args) -> tuple[torch.Tensor, ...]:
+    return fused(rounded_to_tf32(args[0]), rounded_to_tf32(args[1]), *args[2:])
+
+
+def one_feature_off(*args) -> tuple[torch.Tensor, ...]:
+    out, mean, var, linear = fused(*args)
+    linear[:, 0] *= 1 + 2**-12
+    return out, mean, var, linear
+
+
+@modes
+@pytest.mark.parametrize("wrong", [lowered, one_feature_off])
+@pytest.mark.parametrize(("M", "K", "F"), [(7, 12, 10), (33, 40, 17), (200, 1000, 130)])
+def test_the_rule_refuses_what_is_not_float32(device: str, M: int, K: int, F: int, wrong, training: bool) -> None:
+    """The control: operands rounded to TF32, and a column of the product off by as much, are no close call."""
+    with pytest.raises(AssertionError, match="error") as caught:
+        check_layer(make(M, K, F, training=training, device=device), wrong)
+    assert caught.type is AssertionError
 
 
 def test_expanded_inputs(device: str) -> None:
-    layer = make(6, 8, 10, training=False, device=device)
-    check_layer(
-        replace(layer, input=layer.input[:1].expand(6, 8), bias=layer.bias[:1].expand(10), bn_bias=layer.bn_bias[:1].expand(10))
-    )
+    def trial() -> None:
+        layer = make(6, 8, 10, training=False, device=device)
+        bias, bn_bias = layer.bias[:1].expand(10), layer.bn_bias[:1].expand(10)
+        check_layer(replace(layer, input=layer.input[:1].expand(6, 8), bias=bias, bn_bias=bn_bias))
+
+    reference.settle(trial)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, -3.5, 1e-3, 50.0])

@@ -55,10 +55,12 @@ def test_constant_columns(device: str) -> None:
 
 @pytest.mark.parametrize("var", [0.0, 1e-12, -5e-6, 1e12, INF])
 def test_values_of_the_running_variance(device: str, var: float) -> None:
-    layer = make(training=False, device=device)
-    layer.running_var[2] = var
-    out = fused(*layer.args())[0]
-    reference.check_error("out", out, layer64(layer)[0], own_layer(layer))
+    def trial() -> None:
+        layer = make(training=False, device=device)
+        layer.running_var[2] = var
+        check_layer(layer)
+
+    reference.settle(trial)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def accurate(layer: Layer, factor: float) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("wrong", ["TF32", "zeros"])
 def test_float32_accuracy_and_its_control(device: str, kind: str, wrong: str, training: bool) -> None:
     """Errors at most 1.05 times PyTorch's (2 on the CPU, at small sizes); plain TF32 and zeros are past that."""
-    M, K, features = (256, 512, 2048) if device == "cuda" else (32, 256, 96)
+    M, K, features = (256, 1024, 1024) if device == "cuda" else (32, 256, 96)
     layer = make(M, K, features, training=training, scale=(), device=device)
     if kind == "uniform":  # KernelBench's own inputs, nn.Linear's own weights
         weight = (torch.rand(features, K) * 2 - 1).to(device) * K**-0.5

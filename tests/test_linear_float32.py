@@ -33,8 +33,11 @@ LEADING = [(), (1,), (5,), (2, 3), (2, 1, 3), (0,), (0, 3), (3, 0)]
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("leading", LEADING, ids=str)
 def test_ranks(device: str, leading: tuple[int, ...], bias: bool, poison: None) -> None:
-    out = compare(normal(*leading, 9, device=device), normal(6, 9, device=device), normal(6, device=device) if bias else None)
-    assert out.shape == (*leading, 6)
+    def trial() -> None:
+        out = compare(normal(*leading, 9, device=device), normal(6, 9, device=device), normal(6, device=device) if bias else None)
+        assert out.shape == (*leading, 6)
+
+    reference.settle(trial)
 
 
 WIDTHS = [
@@ -80,24 +83,36 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("K", [40, 1001])
 @pytest.mark.parametrize("of_weight", LAYOUTS)
 @pytest.mark.parametrize("of_input", LAYOUTS)
-def test_layouts(device: str, of_input: str, of_weight: str) -> None:
-    input, weight, bias = normal(37, 40, device=device), normal(29, 40, device=device), normal(29, device=device)
-    out = linear_float32(LAYOUTS[of_input](input), LAYOUTS[of_weight](weight), surrounded(bias))
-    reference.check_error("out", out, product64(input, weight, bias), own_product(input, weight, bias))
+def test_layouts(device: str, of_input: str, of_weight: str, K: int) -> None:
+    def trial() -> None:
+        input, weight, bias = normal(37, K, device=device), normal(29, K, device=device), normal(29, device=device)
+        out = linear_float32(LAYOUTS[of_input](input), LAYOUTS[of_weight](weight), surrounded(bias))
+        reference.check_error("out", out, product64(input, weight, bias), own_product(input, weight, bias))
+
+    reference.settle(trial)
 
 
 def test_leading_dims_in_another_order(device: str) -> None:
-    input, weight = normal(3, 4, 5, 8, device=device).permute(2, 0, 1, 3), normal(6, 8, device=device)
-    assert compare(input, weight).shape == (5, 3, 4, 6)
+    def trial() -> None:
+        input, weight = normal(3, 4, 5, 8, device=device).permute(2, 0, 1, 3), normal(6, 8, device=device)
+        assert compare(input, weight).shape == (5, 3, 4, 6)
+
+    reference.settle(trial)
 
 
-def test_rows_that_are_one_and_the_same(device: str) -> None:
-    row, weight = normal(1, 8, device=device), normal(6, 8, device=device)
-    compare(row.expand(70, 8), weight)
-    compare(weight, row.expand(40, 8))
-    compare(row[:, :1].expand(70, 8), weight, row[0, :1].expand(6))
+SAME = {
+    "input": lambda few, row: (row.expand(70, 8), few),
+    "weight": lambda few, row: (few, row.expand(40, 8)),
+    "input of one number, bias": lambda few, row: (row[:, :1].expand(70, 8), few, row[0, :1].expand(6)),
+}
+
+
+@pytest.mark.parametrize("same", SAME)
+def test_rows_that_are_one_and_the_same(device: str, same: str) -> None:
+    reference.settle(lambda: compare(*SAME[same](normal(6, 8, device=device), normal(1, 8, device=device))))
 
 
 def test_inputs_are_left_alone(device: str) -> None:
@@ -193,10 +208,10 @@ BY_NAME = ["tiled", "split", "sm90_split"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [(1, 8, 1), (33, 100, 1000), (130, 600, 257), SIZE], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 8, 64), (33, 100, 1000), (130, 600, 257), SIZE], ids=str)
 @pytest.mark.parametrize("kernel", BY_NAME)
 @gpu
-def test_accuracy_of_each_kernel(kernel: str, sizes: tuple[int, int, int], kind: str, poison: None) -> None:
+def test_accuracy_of_each_kernel(kernel: str, sizes: tuple[int, int, int], kind: str, poison_all: None) -> None:
     x, w = inputs(kind, "cuda", *sizes)
     bias = None if kind in ("zeros", "1e-20", "scales within a row") else normal(sizes[2], device="cuda")
     out, want, base = by(kernel, x, w, bias), product64(x, w, bias), own_product(x, w, bias)
@@ -204,6 +219,14 @@ def test_accuracy_of_each_kernel(kernel: str, sizes: tuple[int, int, int], kind:
     if kernel != "tiled" and sizes == SIZE and kind not in FEW_ROUNDINGS:
         check_float32(out, want, base)
     assert torch.equal(out, by(kernel, x, w, bias)), "the same product twice"
+
+
+@pytest.mark.parametrize("kernel", BY_NAME[1:])
+@gpu
+def test_several_parts(kernel: str, poison_all: None) -> None:
+    """More rows and features than the terms of which fit into the workspace at once."""
+    x, w, bias = normal(260, 70_000, device="cuda"), normal(140, 70_000, device="cuda"), normal(140, device="cuda")
+    check_products(by(kernel, x, w, bias), product64(x, w, bias), own_product(x, w, bias))
 
 
 @pytest.mark.parametrize("kernel", BY_NAME[1:])

@@ -245,7 +245,7 @@ def test_threads(device: str) -> None:
 @modes
 def test_cuda_graph(training: bool, special: float) -> None:
     """Captured on a side stream and replayed on new numbers, an infinity among them: no branch is taken on the host."""
-    layer = make(300, 200, 130, training=training, device="cuda")
+    layer = make(300, 1000, 130, training=training, device="cuda")
     static: dict[str, Any] = {}
 
     def call() -> None:
@@ -258,7 +258,7 @@ def test_cuda_graph(training: bool, special: float) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         call()
-    layer.input.copy_(normal(300, 200, device="cuda"))
+    layer.input.copy_(normal(300, 1000, device="cuda"))
     layer.input[3, 4] *= special
     graph.replay()
     torch.cuda.synchronize()
@@ -269,8 +269,8 @@ def test_cuda_graph(training: bool, special: float) -> None:
 @pytest.mark.gpu
 def test_side_stream() -> None:
     """A long copy on the side stream comes first; a kernel on the default stream would read what was there before."""
-    layer = make(300, 200, 130, device="cuda")
-    other = normal(300, 200, device="cuda")
+    layer = make(300, 1000, 130, device="cuda")
+    other = normal(300, 1000, device="cuda")
     want = linear_float32(other, layer.weight)
     target, busy = torch.full_like(other, float("nan")), torch.empty(1 << 28, device="cuda")
     torch.cuda.synchronize()

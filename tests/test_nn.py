@@ -13,6 +13,7 @@ from helpers import HALVES, close, normal
 from torch import Tensor, nn
 from torch.export import Dim, export
 
+import attention_ext
 from attention_ext.nn import LinearBatchNormSoftmax
 
 SWITCHES = {
@@ -57,39 +58,47 @@ def pair(device: str = "cpu", switch: str = "default", scale: str = "parameter",
     return LinearBatchNormSoftmax(linear, bn, factor).to(device), own.to(device)
 
 
-def check_buffers(ours: nn.Module, own: nn.Module) -> None:
+def check_buffers(ours: nn.Module, own: nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     mine, right = ours.bn.state_dict(), own.bn.state_dict()
     assert list(mine) == list(right)
     for name, tensor in right.items():
         assert mine[name].dtype == tensor.dtype
-        torch.testing.assert_close(mine[name], tensor, rtol=1e-5, atol=1e-6, msg=name)
+        torch.testing.assert_close(mine[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
-@switches
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("bias", [True, False])
-def test_training_then_evaluation(device: str, switch: str, scale: str, bias: bool) -> None:
-    """Three steps of training with batches of different sizes, then evaluation: outputs, parameters and buffers as PyTorch's."""
-    ours, own = pair(device, switch, scale, bias)
+def train(ours: nn.Module, own: nn.Module, batches: tuple[int, ...], dtype: torch.dtype, tolerance: dict[str, float]) -> None:
+    """Steps of both, with outputs, buffers and in the end parameters compared."""
     optimisers = [torch.optim.SGD(module.parameters(), 0.5) for module in (ours, own)]
-    for rows in (5, 9, 4):
-        x = normal(rows, 8, device=device)
+    for rows in batches:
+        x = normal(rows, 8, dtype=dtype, device=own.linear.weight.device)
         outputs = []
         for module, optimiser in zip((ours, own), optimisers, strict=True):
             optimiser.zero_grad()
             outputs.append(module(x))
             outputs[-1].square().sum().backward()
             optimiser.step()
-        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
-        check_buffers(ours, own)
+        torch.testing.assert_close(*outputs, **tolerance)
+        check_buffers(ours, own, **tolerance)
     right = dict(own.named_parameters())
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter, right[name], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(parameter, right[name], **tolerance)
+
+
+@switches
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_training_then_evaluation(device: str, switch: str, scale: str, bias: bool) -> None:
+    """A step of training in float32, three in float64 with batches of different sizes, then evaluation: all as PyTorch's."""
+    ours, own = pair(device, switch, scale, bias)
+    train(ours, own, (8,), torch.float32, {"rtol": 1e-3, "atol": 1e-4})
+    exact = {"rtol": 1e-9, "atol": 1e-10}
+    ours, own = (module.double() for module in pair(device, switch, scale, bias))
+    train(ours, own, (5, 9, 4), torch.float64, exact)
     ours.eval(), own.eval()
     before = copy.deepcopy(ours.state_dict())
     for rows in (7, 2, *([1, 0] if ours.bn.running_mean is not None else [])):
-        x = normal(rows, 8, device=device)
-        torch.testing.assert_close(ours(x), own(x), rtol=1e-4, atol=1e-5)
+        x = normal(rows, 8, dtype=torch.float64, device=device)
+        torch.testing.assert_close(ours(x), own(x), **exact)
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items()), "evaluation changes nothing"
 
 
@@ -162,6 +171,48 @@ def test_state(scale: str) -> None:
         module.linear.weight.data.zero_()
     assert torch.equal(ours(x), want), "a copy shares nothing"
     assert "linear" in repr(ours) and "bn" in repr(ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "scale", [torch.tensor(3), torch.arange(6), torch.tensor([True]), torch.tensor(2.5, dtype=torch.float64)], ids=str
+)
+def test_scales_that_decide_no_dtype(device: str, scale: Tensor, dtype: torch.dtype) -> None:
+    """Integers, and rank 0 of another dtype or on the CPU, as PyTorch's type promotion takes them."""
+    ours, own = pair(device)
+    linear, bn, x = ours.linear.to(dtype), ours.bn.to(dtype), normal(5, 8, dtype=dtype, device=device)
+    placed = scale.to(device) if scale.dim() else scale
+    module = LinearBatchNormSoftmax(linear, bn, placed)
+    assert module.scale.dtype in (torch.float32, torch.float64) and module.scale.device.type == device
+    assert copy.deepcopy(module).half().scale.dtype == torch.float16, "a buffer that is cast with the rest"
+    own.to(dtype)
+    right = torch.softmax(placed * own.bn(own.linear(x)), 1)
+    functional = attention_ext.linear_batchnorm_softmax(
+        x, linear.weight, linear.bias, bn_weight=bn.weight, bn_bias=bn.bias, scale=placed, training=True
+    )
+    tolerance = {"rtol": 0.0, "atol": 0.02 if dtype == torch.float16 else 1e-4}
+    for out in (module(x), functional):
+        assert out.dtype == right.dtype
+        torch.testing.assert_close(out, right, **tolerance)
+
+
+def test_a_scale_that_needs_another_dtype_is_refused(device: str) -> None:
+    ours, _ = pair(device)
+    x = normal(5, 8, device=device)
+    for scale in (torch.ones(1, dtype=torch.float64), torch.ones(6, dtype=torch.float16), torch.tensor(1j)):
+        module = LinearBatchNormSoftmax(ours.linear, ours.bn, scale.to(device))
+        with pytest.raises(RuntimeError, match=r"^attention_ext: scale: expected dtype torch\.float32, got"):
+            module(x)
+
+
+def test_the_gradient_of_a_scale_of_rank_0_in_float64(device: str) -> None:
+    ours, own = pair(device)
+    x = normal(5, 8, device=device)
+    for module in (ours, own):
+        module.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+        module(x).square().sum().backward()
+    assert ours.scale.grad.dtype == torch.float64 and ours.scale.grad.device.type == "cpu"
+    torch.testing.assert_close(ours.scale.grad, own.scale.grad, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)

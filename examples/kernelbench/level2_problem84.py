@@ -35,10 +35,10 @@ class ModelNew(nn.Module):
         self.gemm = nn.Linear(in_features, out_features)
         self.bn = nn.BatchNorm1d(out_features, eps=bn_eps, momentum=bn_momentum)
         self.scale = nn.Parameter(torch.ones(scale_shape))
-        self.fused = (LinearBatchNormSoftmax(self.gemm, self.bn, self.scale),)  # a tuple: the state's names stay the benchmark's
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fused[0](x)
+        # Made anew: no part of the state, and the three are what they are at this call.
+        return LinearBatchNormSoftmax(self.gemm, self.bn, self.scale)(x)
 
 
 def get_inputs(device: str | None = None) -> list[torch.Tensor]:
