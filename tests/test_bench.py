@@ -207,6 +207,22 @@ def test_tables_with_and_without_what_newer_records_hold() -> None:
     assert "0 of 1 slower" in text and "ours on 1" in text and "nan" not in text
 
 
+def test_every_table_has_its_place_and_does_without_what_was_not_measured() -> None:
+    tables = script("make_tables.py")
+    pages = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    places = [place[2] for page in pages for place in tables.PLACE.finditer(page)]
+    assert sorted(places) == sorted(tables.TABLES) and sum(page.count("<!-- table") for page in pages) == len(places)
+    record = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
+    kept = ("card", "csrc_tree", "ceilings", "driver", "torch", "date", "error_rule", "gpu_tests", "sanitizer", "sound")
+    lost = {"rows": {"attention_ext": {"not_available": "out of memory"}}, "kernel": "sm90_512", "dtype": "torch.float16"}
+    bare = {key: record[key] for key in kept} | {"forward": {"lost": record["forward"]["kb97"] | lost}}
+    for name, table in tables.TABLES.items():
+        if name != "cpu":
+            whole, part = table(record), table(bare)
+            assert len(whole) > len(part) > 0 and "nan" not in "\n".join(whole), name
+    assert "not sound" in tables.title(record | {"sound": False}) and "not sound" not in tables.title(record | {"sound": True})
+
+
 @pytest.mark.parametrize("lost", [None, "error_rule", "stages", "peers"])
 def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lost: str | None) -> None:
     """What came before is printed, the linear cases behind all of attention's."""
