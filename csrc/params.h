@@ -190,13 +190,16 @@ struct RowDeltaParams {
 // out = factor * sum over the group's query heads of left^T . right: dV from P and grad_out, dK from dS and query.
 struct KeyValueGradParams {
   BatchDims batch;
-  Slice slice;    // batch_begin and batch_count are multiples of group; row_begin is 0 and row_count is L
+  Slice slice;    // batch_begin and batch_count are multiples of group; without carry row_begin is 0 and row_count is L
+  int64_t L;      // rows of all slices
   int64_t group;  // query heads per key head
   int64_t width;  // columns of right and out: E or Ev
   double factor;
-  MatrixView left;   // slice (batch_count, L, col_count), `type`
+  MatrixView left;   // slice (batch_count, row_count, col_count), `type`
   MatrixView right;  // (N, L, width)
   MatrixView out;    // (N / group, S, width)
+  void*
+      carry;  // slices of rows, one after the other: (batch_count / group, col_count, width rounded up to 4), accumulator type
   DataType type;
   bool causal;
 };

@@ -64,16 +64,19 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   constexpr int64_t kProcessors = 132;
   const int64_t row_tiles = problem.B * problem.Hk * ((problem.L * group + 63) / 64),
                 tiles = row_tiles * ((problem.Ev + 511) / 512);
-  const bool few = 2 * tiles <= kProcessors;
-  const bool measured_faster = width > 256 && S >= 256;  // than PyTorch's own: bench/results
-  if (width <= 512 && !(few && S >= 2048)) {
+  const int64_t pipeline_rows =
+      problem.B * problem.Hq * round_up(problem.L, 128);  // that it multiplies, those of no query as well
+  const bool spreads = 2 * tiles <= kProcessors && S >= 2048 && (problem.L >= 128 || pipeline_rows <= 1024);
+  // Than PyTorch's own: bench/results.
+  const bool measured_faster = std::min(problem.E, problem.Ev) > 256 && width <= 1024 && S >= 256 && !problem.dropout;
+  if (width <= 512 && !spreads) {
     return {Kernel::kSm90_512, "a fused kernel for Hopper takes head dims up to 512", 0, measured_faster};
   }
   // All columns of values in one CTA (few keys), or a share of them where there are CTAs for all shares at once.
   const bool few_keys = problem.E <= 768 ? S <= 128 : S <= 64 && problem.L * group <= 64;
   const bool passes = few_keys || (S <= 256 && (problem.is_causal || row_tiles <= kProcessors));
-  const bool short_rows = problem.L * group <= 64 && !few;
-  if (width > 512 && problem.E <= 1024 && (passes || (tiles <= kProcessors && (S <= 512 || short_rows)))) {
+  const bool one_wave = tiles <= kProcessors && (S <= 512 || (problem.L < 128 && pipeline_rows > 4096));
+  if (width > 512 && problem.E <= 1024 && (passes || one_wave)) {
     return {Kernel::kSm90_1024, "a fused kernel for Hopper takes short problems of head dims up to 1024", 0, measured_faster};
   }
   return {Kernel::kSm90Pipeline,

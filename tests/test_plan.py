@@ -87,11 +87,31 @@ def test_few_rows_and_short_keys() -> None:
     assert plan([1, 4, 4, 64, 4096, 1024, 1024])[0] == "sm90_pipeline"
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kernel"),
+    [
+        ([8, 32, 4, 1, 8192, 512, 512], "sm90_512"),
+        ([1, 32, 32, 1, 8192, 512, 512], "sm90_512"),
+        ([1, 8, 8, 64, 8192, 512, 512], "sm90_pipeline"),
+        ([1, 1, 1, 128, 16384, 512, 512], "sm90_pipeline"),
+        ([1, 16, 16, 64, 16384, 320, 320], "sm90_512"),
+        ([8, 32, 4, 1, 8192, 768, 768], "sm90_1024"),
+        ([4, 32, 4, 16, 4096, 768, 768], "sm90_1024"),
+        ([1, 32, 4, 1, 8192, 1024, 1024], "sm90_pipeline"),
+    ],
+)
+def test_decoding(sizes: list[int], kernel: str) -> None:
+    """Few queries a head and many keys, as measured: the pipeline multiplies 128 rows of every query head, those of no query as well."""
+    needs_hopper_kernels()
+    assert plan(sizes)[0] == kernel
+
+
 def test_preferred_is_what_was_measured_faster() -> None:
     needs_hopper_kernels()
     assert plan([1, 8, 8, 1024, 1024, 512, 512])[3] and plan([1, 8, 8, 1024, 1024, 1024, 1024])[3]
     assert not plan([1, 8, 8, 1024, 64, 512, 512])[3] and not plan([1, 8, 8, 1024, 1024, 256, 256])[3]
     assert not plan([1, 8, 8, 1024, 1024, 512, 512], capability=80)[3]
+    assert not plan([1, 8, 8, 1024, 1024, 512, 256])[3] and not plan([1, 8, 8, 1024, 1024, 1032, 512])[3]
 
 
 @pytest.mark.parametrize("cap", [0, 1 << 16, 1 << 20, CAP])

@@ -65,7 +65,7 @@ void check_batch_norm(const char* op, const Tensor& input, bool training, double
   const auto refuse = [&](const std::string& argument, const std::string& expected, const std::string& got) {
     throw std::invalid_argument("attention_ext: " + argument + ": expected " + expected + ", got " + got + " (" + op + ")");
   };
-  if (training && input.size(0) < 2) {
+  if (training && input.size(0) == 1) {
     refuse("input", "more than 1 value per channel when training", "shape " + text(sizes_of(input)));
   }
   if (training && !(eps > 0.0)) refuse("eps", "a positive number when training", std::to_string(eps));
@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor in
   Tensor mean = allocate({N}, {1}, accumulator, device), var = allocate({N}, {1}, accumulator, device);
   const int64_t parts = (M + kStatisticsRows - 1) / kStatisticsRows, bytes = accumulator_bytes(params.type);
   Tensor statistics = allocate_bytes(training ? parts * N * 2 * bytes : 0, device);
-  Tensor coefficients = allocate_bytes(3 * N * bytes, device);  // center, factor, shift
+  Tensor coefficients = allocate_bytes(4 * N * bytes, device);  // center, factor, shift, scale
   params.out = data_of(linear_out);
   params.statistics = training ? data_of(statistics) : nullptr;
   norm.statistics = params.statistics;
@@ -171,7 +171,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor in
   norm.center = data_of(coefficients);
   norm.factor = static_cast<char*>(norm.center) + N * bytes;
   norm.shift = static_cast<char*>(norm.center) + 2 * N * bytes;
-  NormSoftmaxParams softmax = {M, N, params.out, norm.center, norm.factor, norm.shift, data_of(out), params.type};
+  norm.scale_of = static_cast<char*>(norm.center) + 3 * N * bytes;
+  NormSoftmaxParams softmax = {M,          N, params.out, norm.center, norm.factor, norm.shift, norm.scale_of, data_of(out),
+                               params.type};
 
   run_linear(op, params, kernel_of(op, kernel_name, params, device), device);
   check_status(op, launch_batch_norm(norm, current_stream(device)), device);

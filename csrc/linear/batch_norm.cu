@@ -1,4 +1,4 @@
-// Batch norm's statistics per feature and what becomes of them with the scale: (x - center) * factor + shift.
+// Batch norm's statistics per feature and batch norm's numbers of each: ((x - center) * factor + shift) * scale.
 //
 // Training: means and squares of 16 rows each are joined (Chan, Golub, LeVeque 1979), in double: mean = sum n_i mean_i / M,
 // var = (sum squares_i + sum n_i (mean_i - mean)^2) / M. Evaluation: the running statistics.
@@ -70,11 +70,11 @@ __global__ void __launch_bounds__(kColumns* kWarps) batch_norm_kernel(const __gr
   if (!exists || threadIdx.y != 0) return;
   const A weight = p.weight != nullptr ? element<A>(p.weight, p.weight_type, col * p.weight_stride) : A(1);
   const A bias = p.bias != nullptr ? element<A>(p.bias, p.bias_type, col * p.bias_stride) : A(0);
-  const A scale = element<A>(p.scale, p.scale_type, col * p.scale_stride);
   static_cast<A*>(p.mean)[col] = static_cast<A*>(p.center)[col] = mean;
   static_cast<A*>(p.var)[col] = var;
-  static_cast<A*>(p.factor)[col] = scale * (weight / sqrt(var + static_cast<A>(p.eps)));
-  static_cast<A*>(p.shift)[col] = scale * bias;
+  static_cast<A*>(p.factor)[col] = weight / sqrt(var + static_cast<A>(p.eps));
+  static_cast<A*>(p.shift)[col] = bias;
+  static_cast<A*>(p.scale_of)[col] = element<A>(p.scale, p.scale_type, col * p.scale_stride);
 }
 
 template <class A>

@@ -16,7 +16,7 @@ constexpr int64_t kTermBytes = int64_t{64} << 20;  // of each operand's terms, w
 struct SplitPlan {
   int64_t rows, features;  // of a part
   int64_t pitch;           // of terms, in elements
-  int64_t weight_at, input_exponents_at, weight_exponents_at, suspect_at, bytes;
+  int64_t weight_at, input_rows_at, weight_rows_at, suspect_at, bytes;
 };
 
 int64_t tiles_of(int64_t count) { return (count + kLinearTile - 1) / kLinearTile; }
@@ -32,9 +32,9 @@ SplitPlan plan_split(const LinearParams& params) {
   const int64_t columns = rounds > 0 ? std::max<int64_t>(rounds * kProcessors / row_tiles, 1) : in_cap;
   plan.features = std::min(columns * kLinearTile, params.N);
   plan.weight_at = round_up(4 * plan.rows * plan.pitch, kWorkspaceAlignment);
-  plan.input_exponents_at = plan.weight_at + round_up(4 * plan.features * plan.pitch, kWorkspaceAlignment);
-  plan.weight_exponents_at = plan.input_exponents_at + round_up(4 * plan.rows, kWorkspaceAlignment);
-  plan.suspect_at = plan.weight_exponents_at + round_up(4 * plan.features, kWorkspaceAlignment);
+  plan.input_rows_at = plan.weight_at + round_up(4 * plan.features * plan.pitch, kWorkspaceAlignment);
+  plan.weight_rows_at = plan.input_rows_at + round_up(sizeof(TermsRow) * plan.rows, kWorkspaceAlignment);
+  plan.suspect_at = plan.weight_rows_at + round_up(sizeof(TermsRow) * plan.features, kWorkspaceAlignment);
   plan.bytes = plan.suspect_at + 4 * tiles_of(params.M) * tiles_of(params.N);
   return plan;
 }
@@ -60,9 +60,9 @@ MatrixView terms_view(void* data, int64_t rows, int64_t pitch) {
   return view;
 }
 
-cudaError_t split(const MatrixView& source, int64_t first, int64_t rows, int64_t cols, void* terms, int32_t* exponents,
+cudaError_t split(const MatrixView& source, int64_t first, int64_t rows, int64_t cols, void* terms, TermsRow* of_rows,
                   cudaStream_t stream) {
-  SplitRowsParams params = {source, rows, cols, terms, exponents};
+  SplitRowsParams params = {source, rows, cols, terms, of_rows};
   params.source.data = static_cast<float*>(source.data) + first * source.row_stride;
   return launch_split_rows(params, stream);
 }
@@ -89,24 +89,24 @@ TermsLinearParams part_of(const LinearParams& params, int64_t row, int64_t rows,
 cudaError_t multiply_terms(const LinearParams& params, LinearKernel kernel, char* workspace, cudaStream_t stream) {
   const SplitPlan plan = plan_split(params);
   void *input_terms = workspace, *weight_terms = workspace + plan.weight_at;
-  int32_t* input_exponents = reinterpret_cast<int32_t*>(workspace + plan.input_exponents_at);
-  int32_t* weight_exponents = reinterpret_cast<int32_t*>(workspace + plan.weight_exponents_at);
+  TermsRow* input_rows = reinterpret_cast<TermsRow*>(workspace + plan.input_rows_at);
+  TermsRow* weight_rows = reinterpret_cast<TermsRow*>(workspace + plan.weight_rows_at);
   int32_t* suspect = reinterpret_cast<int32_t*>(workspace + plan.suspect_at);
   cudaError_t status = cudaMemsetAsync(suspect, 0, 4 * tiles_of(params.M) * tiles_of(params.N), stream);
   for (int64_t row = 0; row < params.M && status == cudaSuccess; row += plan.rows) {
     const int64_t rows = std::min(plan.rows, params.M - row);
-    status = split(params.input, row, rows, params.K, input_terms, input_exponents, stream);
+    status = split(params.input, row, rows, params.K, input_terms, input_rows, stream);
     for (int64_t feature = 0; feature < params.N && status == cudaSuccess; feature += plan.features) {
       const int64_t features = std::min(plan.features, params.N - feature);
       if (row == 0 || plan.features < params.N) {
-        status = split(params.weight, feature, features, params.K, weight_terms, weight_exponents, stream);
+        status = split(params.weight, feature, features, params.K, weight_terms, weight_rows, stream);
         if (status != cudaSuccess) return status;
       }
       TermsLinearParams part = part_of(params, row, rows, feature, features);
       part.input = terms_view(input_terms, rows, plan.pitch);
       part.weight = terms_view(weight_terms, features, plan.pitch);
-      part.input_exponents = input_exponents;
-      part.weight_exponents = weight_exponents;
+      part.input_rows = input_rows;
+      part.weight_rows = weight_rows;
       part.suspect_pitch = tiles_of(params.N);
       part.suspect = suspect + row / kLinearTile * part.suspect_pitch + feature / kLinearTile;
       status = kernel == LinearKernel::kSplit ? launch_split_linear(part, stream) : launch_warpgroup_linear(part, stream);

@@ -30,22 +30,29 @@ struct LinearParams {
   const int32_t* suspect;  // null: all tiles
 };
 
+// A row's exponent, or one of the two below, and the magnitude of the sum of what its terms leave out of elements so small that it is no
+// mere share of them, in units of 2^exponent.
+struct TermsRow {
+  int32_t exponent;
+  float left_out;
+};
+constexpr int32_t kRowOfZeros = -100000, kRowNotFinite = 100000;  // exponents of such rows
+
 // Rows of float as two half terms each: x = (high + low) * 2^exponent of its row, high and low in (2, rows, pitch).
 struct SplitRowsParams {
   MatrixView source;  // (rows, cols), float
   int64_t rows, cols;
-  void* terms;         // pitch: cols rounded up to 8
-  int32_t* exponents;  // (rows,), or one of the two below
+  void* terms;        // pitch: cols rounded up to 8
+  TermsRow* of_rows;  // (rows,)
 };
-constexpr int32_t kRowOfZeros = -100000, kRowNotFinite = 100000;  // exponents of such rows
 
 // The product of two such operands, or of two half operands as they are (by warpgroups on Hopper). Pointers begin at a part's first row
 // or column.
 struct TermsLinearParams {
   int64_t rows, cols, K;
-  MatrixView input, weight;  // (rows, K), (cols, K) in half types; or the terms: a batch dim of 2 before
-  const int32_t *input_exponents, *weight_exponents;  // (rows,), (cols,); terms only
-  const void* bias;                                   // float for terms, else the operands' type; null: absent
+  MatrixView input, weight;                  // (rows, K), (cols, K) in half types; or the terms: a batch dim of 2 before
+  const TermsRow *input_rows, *weight_rows;  // (rows,), (cols,); terms only
+  const void* bias;                          // float for terms, else the operands' type; null: absent
   int64_t bias_stride;
   float* out;        // (rows, cols), rows `pitch` apart
   void* statistics;  // rows of ColumnStatistics<float>, `pitch` apart; null: not wanted
@@ -56,7 +63,7 @@ struct TermsLinearParams {
 };
 
 // Statistics of the columns from their parts, or the running ones; and what batch norm and scale make of a value x of column n:
-// (x - center[n]) * factor[n] + shift[n].
+// ((x - center[n]) * factor[n] + shift[n]) * scale_of[n]. The scale comes last: infinite, it makes infinities and not NaN.
 struct BatchNormParams {
   int64_t M, N;
   const void* statistics;                  // as LinearParams::statistics; null: the running statistics
@@ -66,16 +73,16 @@ struct BatchNormParams {
   int64_t running_mean_stride, running_var_stride, weight_stride, bias_stride, scale_stride;  // scale_stride 0: one element
   DataType running_mean_type, running_var_type, weight_type, bias_type, scale_type;
   double eps;
-  void *mean, *var;               // (N,), accumulator type; var is biased
-  void *center, *factor, *shift;  // (N,), accumulator type
-  DataType type;                  // of the layer
+  void *mean, *var;                          // (N,), accumulator type; var is biased
+  void *center, *factor, *shift, *scale_of;  // (N,), accumulator type
+  DataType type;                             // of the layer
 };
 
 struct NormSoftmaxParams {
   int64_t M, N;
-  const void* linear;                   // (M, N) dense, accumulator type
-  const void *center, *factor, *shift;  // (N,), accumulator type
-  void* out;                            // (M, N) dense, `type`
+  const void* linear;                           // (M, N) dense, accumulator type
+  const void *center, *factor, *shift, *scale;  // (N,), accumulator type
+  void* out;                                    // (M, N) dense, `type`
   DataType type;
 };
 

@@ -1,4 +1,4 @@
-// Rows of the linear layer's result -> softmax of (x - center) * factor + shift, features' own numbers: batch norm, scale and softmax in
+// Rows of the linear layer's result -> softmax of ((x - center) * factor + shift) * scale, features' own numbers: batch norm, scale and softmax in
 // one pass over memory.
 //
 // 1. One warp (rows up to 1024; 512 of double) or one CTA takes a row, 16 bytes a thread and read.
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 2) norm_softmax_kernel(const 
   const bool vector = cols % 4 == 0;  // every row begins on a boundary of its quads
   const Acc* g_row = static_cast<const Acc*>(p.linear) + row * p.N;
   const Acc *g_center = static_cast<const Acc*>(p.center), *g_factor = static_cast<const Acc*>(p.factor),
-            *g_shift = static_cast<const Acc*>(p.shift);
+            *g_shift = static_cast<const Acc*>(p.shift), *g_scale = static_cast<const Acc*>(p.scale);
   T* g_out = static_cast<T*>(p.out) + row * p.N;
 
   Acc x[Tile::kQuads][4];
@@ -44,14 +44,16 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 2) norm_softmax_kernel(const 
 #pragma unroll
     for (int quad = 0; quad < Tile::kQuads; ++quad) {
       const int col = chunk + (quad * Tile::kThreadsPerRow + thread) * 4;
-      Acc center[4], factor[4], shift[4];
+      Acc center[4], factor[4], shift[4], scale[4];
       load_quad<Acc>(x[quad], g_row, col, cols, 1, vector);
       load_quad<Acc>(center, g_center, col, cols, 1, vector);
       load_quad<Acc>(factor, g_factor, col, cols, 1, vector);
       load_quad<Acc>(shift, g_shift, col, cols, 1, vector);
+      load_quad<Acc>(scale, g_scale, col, cols, 1, vector);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        x[quad][e] = col + e < cols ? (x[quad][e] - center[e]) * factor[e] + shift[e] : negative_infinity(Acc(0));
+        const Acc normed = (x[quad][e] - center[e]) * factor[e] + shift[e];
+        x[quad][e] = col + e < cols ? normed * scale[e] : negative_infinity(Acc(0));
       }
     }
   };

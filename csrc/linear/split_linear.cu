@@ -34,29 +34,32 @@ struct SplitLinearWork {
     weight.aim(0, 0, col, static_cast<int>(p.cols), 0, static_cast<int>(p.K));
     return 3 * steps_of<Tile>(static_cast<int>(p.K));
   }
-  // The row's exponent.
+  // The row's exponent and what its terms leave out.
   __device__ __forceinline__ RowValues<float> fetch_row(int tile_row) const {
-    return {__int_as_float(row + tile_row < p.rows ? p.input_exponents[row + tile_row] : kRowOfZeros), 0.0f};
+    const TermsRow of_row = row + tile_row < p.rows ? p.input_rows[row + tile_row] : TermsRow{kRowOfZeros, 0.0f};
+    return {__int_as_float(of_row.exponent), of_row.left_out};
   }
   __device__ __forceinline__ RowValues<float> row_value(RowValues<float> values) const { return values; }
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, Tile::Shared& shared) const {
-    __shared__ Largest s_row[Tile::kM], s_col[Tile::kN];  // of each row and column of the tile
-    __shared__ int s_exponent[2], s_count[2];             // of rows, of columns that are not zeros: the largest, how many
+    __shared__ Largest s_row[Tile::kM], s_col[Tile::kN];      // of each row and column of the tile
+    __shared__ int s_exponent[2], s_count[2], s_left_out[2];  // of rows, of columns that are not zeros: the largest, how many
     const int rows = static_cast<int>(p.rows) - row, cols = static_cast<int>(p.cols) - col;
     if (threadIdx.x < 2) {
       s_exponent[threadIdx.x] = kRowOfZeros;
-      s_count[threadIdx.x] = 0;
+      s_count[threadIdx.x] = s_left_out[threadIdx.x] = 0;
     }
     __syncthreads();  // the counts are clear
     static_assert(Tile::kThreads == Tile::kM + Tile::kN, "a thread for every row and every column");
     const bool is_row = threadIdx.x < Tile::kM;
     const int mine = is_row ? threadIdx.x : threadIdx.x - Tile::kM;
-    const int exponent = is_row        ? __float_as_int(shared.row[mine].first)
-                         : mine < cols ? p.weight_exponents[col + mine]
-                                       : kRowOfZeros;
+    const TermsRow own = is_row        ? TermsRow{__float_as_int(shared.row[mine].first), shared.row[mine].second}
+                         : mine < cols ? p.weight_rows[col + mine]
+                                       : TermsRow{kRowOfZeros, 0.0f};
+    const int exponent = own.exponent;
     (is_row ? s_row : s_col)[mine] = {exponent, 0};
     atomicMax(&s_exponent[is_row ? 0 : 1], exponent);
+    atomicMax(&s_left_out[is_row ? 0 : 1], __float_as_int(own.left_out));
     if (exponent != kRowOfZeros) atomicAdd(&s_count[is_row ? 0 : 1], 1);
     __syncthreads();  // exponents and counts are there
     const int row_exponent = s_exponent[0], column_exponent = s_exponent[1];
@@ -79,9 +82,10 @@ struct SplitLinearWork {
       store_quad<float>(g_out + quad_row * p.pitch, quad_col, cols, 1, p.pitch % 4 == 0, x);
     });
     __syncthreads();  // all sums have joined
-    const int count = s_count[is_row ? 1 : 0];
+    const int count = s_count[is_row ? 1 : 0], others = s_count[is_row ? 0 : 1];
     const float largest = __int_as_float((is_row ? s_row : s_col)[mine].sum);
-    const bool tiny = exponent != kRowOfZeros && count > 0 && !(largest >= least_right_sum(p.K, count));
+    const float left_out = own.left_out + __int_as_float(s_left_out[is_row ? 1 : 0]);
+    const bool tiny = exponent != kRowOfZeros && count > 0 && !(largest >= LeastRightSum(p.K, count, others)(left_out));
     if (tiny || exponent == kRowNotFinite) p.suspect[row / Tile::kM * p.suspect_pitch + col / Tile::kN] = 1;
   }
 };

@@ -20,11 +20,16 @@ __device__ __forceinline__ float beside_largest(int exponent, int largest) {
   return __int_as_float((max(exponent - largest, -126) + 127) << 23);
 }
 
-// The least that the largest of `count` such sums of one row, or of one column, must be for all to be right beside it. Errors of up to
-// 2^-25 in an element of either operand (low's least bit is 2^-24) beside 2^15 in the other, K of them: 2^-9.5 sqrt(K); what float
-// loses in more than 512 products is no less than that beside 2^22 times it. Of a few sums all may be small by chance.
-__device__ __forceinline__ float least_right_sum(int64_t K, int count) {
-  return (count < 4 ? 23.0f : 5793.0f) * sqrtf(static_cast<float>(K));
-}
+// The least that the largest of `count` such sums of one row, or of one column, must be for all to be right beside it. What the terms
+// leave out, beside 2^15 in the other operand: in an element up to 2^-25 (low's least bit is 2^-24) and K of them in all, 2^-24.5
+// sqrt(K) where they are independent, or, where elements are alike, what is left out of the row and of the column in all (TermsRow).
+// What float loses in more than 512 products is no less than that beside 2^22 times it. Of a few sums all may be small by chance: beside
+// 2^14 times it then, if there are more on the other side.
+struct LeastRightSum {
+  float independent, beside;
+  __device__ __forceinline__ LeastRightSum(int64_t K, int count, int others)
+      : independent(4.2146848e-8f * sqrtf(static_cast<float>(K))), beside(count < 4 && others >= 4 ? 0x1p29f : 0x1p37f) {}
+  __device__ __forceinline__ float operator()(float left_out) const { return beside * fmaxf(independent, left_out); }
+};
 
 }  // namespace attention_ext

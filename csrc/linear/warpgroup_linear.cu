@@ -6,7 +6,7 @@
 // warp's 16 rows.
 //
 // What the terms leave out of an element is 2^-39 of its row's largest. It shows only where a row or a column of the product is tiny beside
-// its operands (columns scaled one way in input and the other way in weight, an outlier that meets zeros); the epilogue finds such
+// its operands (columns scaled one way in input and the other way in weight, an outlier that meets zeros): terms.cuh. The epilogue finds such
 // rows of a tile and columns of a warp's 16 rows, and rows that are not finite, and marks the tile: tiled_linear.cu makes it anew.
 // Grid: one CTA an SM, which stays; 384 threads. Shared memory: the tiles' Shared. Registers: 232 a consumer thread.
 #include "../device/math.cuh"
@@ -50,42 +50,46 @@ struct WarpgroupLinearWork {
     return at;
   }
 
-  // The row's exponent.
-  __device__ __forceinline__ int fetch(const Place& at, int row) const {
-    return kTerms && row < at.rows ? p.input_exponents[at.row + row] : kRowOfZeros;
+  // What the row's terms say of it.
+  __device__ __forceinline__ TermsRow fetch(const Place& at, int row) const {
+    return kTerms && row < at.rows ? p.input_rows[at.row + row] : TermsRow{kRowOfZeros, 0.0f};
   }
 
-  __device__ __forceinline__ void store(const Place& at, int row, int first_exponent, int second_exponent,
+  __device__ __forceinline__ void store(const Place& at, int row, TermsRow first_row, TermsRow second_row,
                                         const float (&product)[Tile::kN / 2], uint32_t) const {
     const int lane = threadIdx.x % 32, warp_rows = min(max(at.rows - (row - lane / 4), 0), kStatisticsRows);
     const bool exists[2] = {row < at.rows, row + 8 < at.rows};
-    const int exponents[2] = {first_exponent, second_exponent};
+    const int exponents[2] = {first_row.exponent, second_row.exponent};
     const bool pairs = p.pitch % 2 == 0;
     float* g_out = p.out + (at.row + row) * p.pitch + at.col;
     ColumnStatistics<float>* g_statistics =
         static_cast<ColumnStatistics<float>*>(p.statistics) + (at.row + row - lane / 4) / kStatisticsRows * p.pitch + at.col;
-    // Of the tile's columns and of the warp's rows that are not zeros: the largest exponent and how many there are.
+    // Of the tile's columns and of the warp's rows that are not zeros: the largest exponent, the most left out, how many there are.
     int column_exponent = kRowOfZeros, columns = 0, row_exponent = max(exponents[0], exponents[1]);
     int terms_rows = (exponents[0] != kRowOfZeros) + (exponents[1] != kRowOfZeros);
+    float left_out_of_columns = 0.0f, left_out_of_rows = maximum(first_row.left_out, second_row.left_out);
     if constexpr (kTerms) {
 #pragma unroll 4
       for (int group = 0; group < Tile::kN / 8; ++group) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int exponent = exponent_of_column(at, group * 8 + lane % 4 * 2 + e);
-          column_exponent = max(column_exponent, exponent);
-          columns += exponent != kRowOfZeros;
+          const TermsRow column = terms_of_column(at, group * 8 + lane % 4 * 2 + e);
+          column_exponent = max(column_exponent, column.exponent);
+          columns += column.exponent != kRowOfZeros;
+          left_out_of_columns = maximum(left_out_of_columns, column.left_out);
         }
       }
 #pragma unroll
       for (int lanes = 1; lanes < 32; lanes *= 2) {  // 1 and 2: lanes of other columns; 4, 8, 16: of other rows
         int& exponent = lanes < 4 ? column_exponent : row_exponent;
         int& count = lanes < 4 ? columns : terms_rows;
+        float& left_out = lanes < 4 ? left_out_of_columns : left_out_of_rows;
         exponent = max(exponent, __shfl_xor_sync(0xffffffffu, exponent, lanes));
         count += __shfl_xor_sync(0xffffffffu, count, lanes);
+        left_out = maximum(left_out, __shfl_xor_sync(0xffffffffu, left_out, lanes));
       }
     }
-    const float least_of_column = least_right_sum(p.K, terms_rows);
+    const LeastRightSum least_of_column(p.K, terms_rows, columns);
     float largest[2] = {0.0f, 0.0f};
     bool suspect = column_exponent == kRowNotFinite || row_exponent == kRowNotFinite;
 #pragma unroll
@@ -95,7 +99,8 @@ struct WarpgroupLinearWork {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         const bool in = col + e < at.cols;
-        const int exponent = exponent_of_column(at, col + e);
+        const TermsRow column = terms_of_column(at, col + e);
+        const int exponent = column.exponent;
         const float bias = p.bias != nullptr && in
                                ? to_accumulator(static_cast<const Bias*>(p.bias)[(at.col + col + e) * p.bias_stride])
                                : 0.0f;
@@ -113,7 +118,8 @@ struct WarpgroupLinearWork {
         }
         if constexpr (kTerms) {
           largest_of_column = largest_over_rows(largest_of_column);
-          suspect = suspect || (exponent != kRowOfZeros && terms_rows > 0 && !(largest_of_column >= least_of_column));
+          suspect = suspect || (exponent != kRowOfZeros && terms_rows > 0 &&
+                                !(largest_of_column >= least_of_column(column.left_out + left_out_of_rows)));
         }
       }
 #pragma unroll
@@ -142,12 +148,13 @@ struct WarpgroupLinearWork {
       }
     }
     if constexpr (kTerms) {
-      const float least_of_row = least_right_sum(p.K, columns);
+      const LeastRightSum least_of_row(p.K, columns, terms_rows);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         largest[half] = maximum(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
         largest[half] = maximum(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 2));
-        suspect = suspect || (columns > 0 && exponents[half] != kRowOfZeros && !(largest[half] >= least_of_row));
+        const float left_out = (half == 0 ? first_row : second_row).left_out + left_out_of_columns;
+        suspect = suspect || (columns > 0 && exponents[half] != kRowOfZeros && !(largest[half] >= least_of_row(left_out)));
       }
       if (__any_sync(0xffffffffu, suspect) && lane == 0) {
         p.suspect[at.row / Tile::kM * p.suspect_pitch + at.col / Tile::kN] = 1;
@@ -156,8 +163,8 @@ struct WarpgroupLinearWork {
   }
 
   // Of a column of the tile; as a row of zeros where there is none.
-  __device__ __forceinline__ int exponent_of_column(const Place& at, int col) const {
-    return kTerms && col < at.cols ? p.weight_exponents[at.col + col] : kRowOfZeros;
+  __device__ __forceinline__ TermsRow terms_of_column(const Place& at, int col) const {
+    return kTerms && col < at.cols ? p.weight_rows[at.col + col] : TermsRow{kRowOfZeros, 0.0f};
   }
 
   // Over the eight lanes that hold a column's rows.

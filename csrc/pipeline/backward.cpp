@@ -6,9 +6,9 @@
 //   dQ = scale * dS . K      dK = scale * dS^T . Q      dV = (keep * P)^T . dO / (1 - p)      mask_grad = sum of dS
 //
 // If P and dS of all query heads of a key head fit, one joint pass makes everything. Else pass A makes dQ and mask_grad
-// from slices of rows and pass B makes dK and dV from slices of keys, over all query rows and heads of the group: the
-// sums of dK and dV then never leave the registers, whatever the group. Workspace of a slice: P, then dS, each
-// (batches, rows, pitch) in the tensors' dtype.
+// from slices of rows and pass B makes dK and dV from slices of keys, over all heads of the group and all query rows: in one sum, or,
+// where they are too many for the workspace or for Tensor Cores to sum (slices.h), in slices of rows that carry it from one to the next.
+// Workspace of a slice: P, then dS, each (batches, rows, pitch) in the tensors' dtype; then what is carried.
 #include "../params.h"
 #include "slice_view.h"
 #include "slices.h"
@@ -16,7 +16,7 @@
 namespace attention_ext {
 namespace {
 
-constexpr int64_t kKeyGranule = 8;
+constexpr int64_t kKeyGranule = 8;  // of slices of keys: dropout draws four at a time, and a pitch below 8 would save nothing
 
 struct SliceShape {
   int64_t batches, rows, cols;
@@ -25,13 +25,44 @@ struct SliceShape {
   }
 };
 
+// Query rows whose share of dK and dV is one sum, over them and the heads of a group: half types' may not be long (slices.h).
+int64_t most_summed_rows(const BackwardParams& params) {
+  if (element_bytes(params.type) > 2) return params.L;
+  return std::max(kPartKeys / std::max(params.key_group, params.value_group) / kSliceTile * kSliceTile, kSliceTile);
+}
+
 struct BackwardPlan {
   bool joint;
-  SliceShape by_rows;  // joint pass or pass A
-  SliceShape by_keys;  // pass B
-  int64_t carry_at;    // bytes: where dQ's sums over many keys are carried, behind P and dS
+  SliceShape by_rows;      // joint pass or pass A
+  SliceShape by_keys;      // pass B
+  int64_t carry_at;        // bytes: where dQ's sums over many keys are carried, behind P and dS
+  int64_t key_carry_at;    // where pass B carries dK's sums over slices of rows
+  int64_t value_carry_at;  // and dV's
   int64_t bytes;
 };
+
+// Pass B: all heads of a group, as many of their rows as may be summed at once, and as many keys as there is room for; but fewer rows
+// rather than less than kFewKeys. At least one tile of rows and eight keys, whatever the cap.
+void plan_by_keys(const BackwardParams& params, BackwardPlan& plan) {
+  constexpr int64_t kFewKeys = 4 * kSliceTile;
+  const int64_t score_bytes = 2 * element_bytes(params.type) * params.group;  // of one row and one key: P and dS
+  const int64_t accumulator = accumulator_bytes(params.type);
+  const int64_t key_carry = params.group / params.key_group * round_up(params.E, 4) * accumulator;  // bytes per key
+  const int64_t value_carry = params.group / params.value_group * round_up(params.Ev, 4) * accumulator;
+  const int64_t budget = std::max<int64_t>(params.workspace_bytes - 4 * kWorkspaceAlignment, 0);
+
+  int64_t rows = std::min(params.L, most_summed_rows(params));
+  const int64_t keys = std::min(slice_pitch(params.S), kFewKeys);
+  if (rows * keys * score_bytes > budget) rows = (budget - keys * (key_carry + value_carry)) / (keys * score_bytes);
+  if (rows < params.L) rows = even_piece(params.L, std::max(rows, kSliceTile), kSliceTile, kSliceTile);
+  const bool in_parts = rows < params.L;
+  const int64_t bytes_of_key = rows * score_bytes + (in_parts ? key_carry + value_carry : 0);
+  const int64_t cols = std::max(budget / bytes_of_key / kKeyGranule * kKeyGranule, kKeyGranule);
+  plan.by_keys = {params.group, rows, even_piece(params.S, cols, kKeyGranule, kSliceTile)};
+  plan.key_carry_at = 2 * plan.by_keys.array_bytes(element_bytes(params.type));
+  plan.value_carry_at = plan.key_carry_at + (in_parts ? round_up(plan.by_keys.cols * key_carry, kWorkspaceAlignment) : 0);
+  plan.bytes = std::max(plan.bytes, plan.value_carry_at + (in_parts ? plan.by_keys.cols * value_carry : 0));
+}
 
 BackwardPlan plan_backward(const BackwardParams& params) {
   const int64_t element = element_bytes(params.type);
@@ -40,7 +71,7 @@ BackwardPlan plan_backward(const BackwardParams& params) {
   const int64_t carry = carry_row_bytes(params.S, params.E, element);
   const int64_t rows_in_budget = budget / (slice_pitch(params.S) + carry / (2 * element));
   BackwardPlan plan = {};
-  plan.joint = rows_in_budget / params.L >= params.group;
+  plan.joint = rows_in_budget / params.L >= params.group && params.L <= most_summed_rows(params);
   if (plan.joint) {
     const int64_t groups = even_piece(params.N / params.group, rows_in_budget / (params.L * params.group), 1, 1);
     plan.by_rows = {groups * params.group, params.L, params.S};
@@ -53,12 +84,9 @@ BackwardPlan plan_backward(const BackwardParams& params) {
   } else {
     plan.by_rows = {1, even_piece(params.L, rows_in_budget, 1, kSliceTile), params.S};
   }
-  // Slices of keys begin at multiples of 8: dropout draws four keys at a time, and a pitch below 8 would save nothing.
-  const int64_t cols_in_budget = std::max(budget / (params.group * params.L) / kKeyGranule * kKeyGranule, kKeyGranule);
-  plan.by_keys = {params.group, params.L, even_piece(params.S, cols_in_budget, kKeyGranule, kSliceTile)};
   plan.carry_at = 2 * plan.by_rows.array_bytes(element);
-  plan.bytes =
-      std::max(plan.carry_at + plan.by_rows.batches * plan.by_rows.rows * carry, 2 * plan.by_keys.array_bytes(element));
+  plan.bytes = plan.carry_at + plan.by_rows.batches * plan.by_rows.rows * carry;
+  plan_by_keys(params, plan);
   return plan;
 }
 
@@ -168,17 +196,23 @@ cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& pl
   return launch_mask_grad(mask, stream);
 }
 
-// dV and dK of a slice of keys that holds all query rows and whole groups.
-cudaError_t make_key_value_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, cudaStream_t stream) {
+// dV and dK of a slice of keys that holds whole groups, or a slice of rows' share of them.
+cudaError_t make_key_value_grad(const BackwardParams& params, const BackwardPlan& plan, const Arrays& arrays,
+                                const Slice& slice, cudaStream_t stream) {
+  const auto carry = [&](int64_t at) {
+    return slice.row_count < params.L ? static_cast<char*>(params.workspace) + at : nullptr;
+  };
   KeyValueGradParams value = {};
   value.batch = params.batch;
   value.slice = slice;
+  value.L = params.L;
   value.group = params.value_group;
   value.width = params.Ev;
   value.factor = params.dropout.seed != nullptr ? params.dropout.keep_scale : 1.0;
   value.left = arrays.probabilities;
   value.right = params.grad_out;
   value.out = params.grad_value;
+  value.carry = carry(plan.value_carry_at);
   value.type = params.type;
   value.causal = params.causal;
   const cudaError_t status = launch_key_value_grad(value, stream);
@@ -191,6 +225,7 @@ cudaError_t make_key_value_grad(const BackwardParams& params, const Arrays& arra
   key.left = arrays.score_grad;
   key.right = params.query;
   key.out = params.grad_key;
+  key.carry = carry(plan.key_carry_at);
   return launch_key_value_grad(key, stream);
 }
 
@@ -204,7 +239,7 @@ cudaError_t pass_by_rows(const BackwardParams& params, const BackwardPlan& plan,
                            params.S};
       cudaError_t status = make_score_grad(params, arrays, slice, true, stream);
       if (status == cudaSuccess) status = make_query_grad(params, plan, arrays, slice, stream);
-      if (status == cudaSuccess && plan.joint) status = make_key_value_grad(params, arrays, slice, stream);
+      if (status == cudaSuccess && plan.joint) status = make_key_value_grad(params, plan, arrays, slice, stream);
       if (status != cudaSuccess) return status;
     }
   }
@@ -216,10 +251,13 @@ cudaError_t pass_by_keys(const BackwardParams& params, const BackwardPlan& plan,
   const Arrays arrays = arrays_of(params, shape);
   for (int64_t batch = 0; batch < params.N; batch += shape.batches) {
     for (int64_t col = 0; col < params.S; col += shape.cols) {
-      const Slice slice = {batch, shape.batches, 0, params.L, col, std::min(shape.cols, params.S - col)};
-      cudaError_t status = make_score_grad(params, arrays, slice, false, stream);
-      if (status == cudaSuccess) status = make_key_value_grad(params, arrays, slice, stream);
-      if (status != cudaSuccess) return status;
+      for (int64_t row = 0; row < params.L; row += shape.rows) {
+        const Slice slice = {
+            batch, shape.batches, row, std::min(shape.rows, params.L - row), col, std::min(shape.cols, params.S - col)};
+        cudaError_t status = make_score_grad(params, arrays, slice, false, stream);
+        if (status == cudaSuccess) status = make_key_value_grad(params, plan, arrays, slice, stream);
+        if (status != cudaSuccess) return status;
+      }
     }
   }
   return cudaSuccess;

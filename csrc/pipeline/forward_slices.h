@@ -33,7 +33,8 @@ inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_
     return pieces(row_tiles * pieces(S, kTileCols), kProcessors) + pieces(row_tiles * pieces(Ev, kTileCols), kProcessors);
   };
   int64_t best = std::min(limit, N), fewest = -1;
-  for (int64_t matrices = std::min(limit, N); matrices > 0 && 2 * matrices > std::min(limit, N); --matrices) {
+  const int64_t least = std::max(best / 2, best - 64);  // the more there are, the less it matters
+  for (int64_t matrices = std::min(limit, N); matrices > least; --matrices) {
     const int64_t rest = N % matrices, all = N / matrices * rounds(matrices) + (rest > 0 ? rounds(rest) : 0);
     if (fewest < 0 || all < fewest) {
       fewest = all;

@@ -8,6 +8,7 @@
 // Shared memory: 72,704 bytes (half types), 57,088 (float), 54,016 (double). Registers: launch bounds of the tile table.
 #include "../gemm/mainloop.cuh"
 #include "../params.h"
+#include "carry.cuh"
 #include "slices.h"
 
 namespace attention_ext {
@@ -73,16 +74,8 @@ struct ValuesWork {
   // Adds what the parts before this one left to a quad; true if this part is the last one, else leaves it to the next.
   __device__ __forceinline__ bool carry(const Place& at, int row, int col, Acc (&total)[4]) const {
     const int64_t pitch = (p.Ev + 3) / 4 * 4;
-    Quad<Acc>* g_carry = reinterpret_cast<Quad<Acc>*>(
-        static_cast<Acc*>(p.carry) + (at.slice_index * p.slice.row_count + at.row + row) * pitch + at.col + col);
-    if (part.begin > 0) {
-      const Quad<Acc> before = *g_carry;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) total[e] += before.value[e];
-    }
-    if (part.end == p.slice.col_count) return true;
-    *g_carry = {{total[0], total[1], total[2], total[3]}};
-    return false;
+    Acc* g_carry = static_cast<Acc*>(p.carry) + (at.slice_index * p.slice.row_count + at.row + row) * pitch + at.col + col;
+    return carry_quad(g_carry, part.begin == 0, part.end == p.slice.col_count, total);
   }
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {

@@ -9,7 +9,8 @@
 
 namespace attention_ext {
 
-// What a class of head dims bounds. The kernel itself works in steps of 64 of E and Ev and leaves out the steps a problem lacks.
+// What a class of head dims bounds. The kernel works in steps of 64 of E and leaves out those that a problem lacks; of Ev it leaves out
+// the loads, and multiplies all columns of the class.
 struct FusedTileShape {
   int query_steps;  // of 64 of E that query has room for in shared memory
   int value_steps;  // of 64 of Ev in each of the two consumer warpgroups' registers
@@ -32,7 +33,7 @@ constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read 
 
 constexpr int kAllColumns = 1 << 30;  // of values that a CTA takes in passes; with more, CTAs share them
 
-// Blocks of keys whose visibility under a mask a CTA looks up in advance; blocks behind are taken for visible.
+// Blocks of keys whose visibility under a mask a CTA looks up in advance: all that kMostWarpgroupKeys allow.
 constexpr int kTrackedBlocks = 2048;
 
 // Rows of a tile: whole queries of all heads of the group, which is how the copy engine brings them. At most 64 heads.

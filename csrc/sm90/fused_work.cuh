@@ -17,22 +17,27 @@ __device__ __forceinline__ void mark_visible_blocks_of(const ForwardParams& p, c
   const Stored* g_mask = static_cast<const Stored*>(p.mask.data);
   const int blocks = min(work.blocks(), kTrackedBlocks), lane = threadIdx.x % 32;
   const int rows = p.mask.row_stride == 0 && work.group == 1 ? 1 : work.rows;
+  constexpr int kRowsAtOnce = 8;  // whose reads are under way together
+  const int64_t offsets[2] = {work.offset_of_row(p.batch, p.mask, lane), work.offset_of_row(p.batch, p.mask, lane + 32)};
 #pragma unroll 1
   for (int block = threadIdx.x / 32 % 4; block < blocks; block += 4) {
     bool visible = false;
 #pragma unroll 1
-    for (int row = 0; row < rows && !visible; ++row) {
-      const Stored* g_row = g_mask + work.offset_of_row(p.batch, p.mask, row);
+    for (int first = 0; first < rows && !visible; first += kRowsAtOnce) {
       bool any = false;
 #pragma unroll
-      for (int i = 0; i < Tile::kN / 32; ++i) {
-        const int key = block * Tile::kN + i * 32 + lane;
-        if (key >= work.keys) continue;
-        const Stored stored = g_row[key * p.mask.col_stride];
-        if constexpr (std::is_same_v<Stored, uint8_t>) {
-          any = any || stored != 0;
-        } else {
-          any = any || to_accumulator(stored) != negative_infinity(0.0f);
+      for (int row = 0; row < kRowsAtOnce; ++row) {
+        // Rows behind the last one are the last one again.
+        const Stored* g_row = g_mask + __shfl_sync(0xffffffffu, offsets[first / 32], first % 32 + row);
+#pragma unroll
+        for (int i = 0; i < Tile::kN / 32; ++i) {
+          const int key = min(block * Tile::kN + i * 32 + lane, work.keys - 1);
+          const Stored stored = g_row[key * p.mask.col_stride];
+          if constexpr (std::is_same_v<Stored, uint8_t>) {
+            any |= stored != 0;
+          } else {
+            any |= to_accumulator(stored) != negative_infinity(0.0f);
+          }
         }
       }
       visible = __any_sync(0xffffffffu, any);

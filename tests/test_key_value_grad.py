@@ -1,0 +1,64 @@
+"""Gradients of key and value: sums over the query rows of all heads of a group, in parts where they are many."""
+
+import pytest
+import torch
+
+OPS = torch.ops.attention_ext
+CAP = 128 << 20
+
+
+def backward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool = False, **options: int
+) -> list[torch.Tensor]:
+    out, lse = OPS.sdpa_forward(query, key, value, None, None, 0.0, causal, enable_gqa=True)
+    grad = torch.ones_like(out)
+    return list(OPS.sdpa_backward(grad, None, query, key, value, None, out, lse, None, 0.0, causal, enable_gqa=True, **options))[:3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_terms_of_one_sign(dtype: torch.dtype) -> None:
+    """524,288 rows: Tensor Cores truncate as they add, which in one sum would be 4e-3 of it, always downwards."""
+    torch.manual_seed(0)
+    query = torch.randn(1, 8, 65536, 16, device="cuda", dtype=dtype)
+    key, value = (torch.randn(1, 1, 512, 16, device="cuda", dtype=dtype) for _ in range(2))
+    got = backward(query, key, value)[2].double()
+    weights = torch.zeros(512, device="cuda", dtype=torch.float64)
+    for head in range(8):
+        scores = query[0, head].double() @ key[0, 0].double().mT / 4
+        weights += torch.softmax(scores, -1).sum(0)
+    off = (got[0, 0] / weights[:, None] - 1)[:, 0]
+    assert off.abs().max() < 2 * torch.finfo(dtype).eps
+    assert off.mean().abs() < 5e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_slices_of_rows_change_no_more_than_rounding(dtype: torch.dtype, causal: bool) -> None:
+    torch.manual_seed(0)
+    query = torch.randn(2, 6, 700, 24, device="cuda", dtype=dtype)
+    key, value = torch.randn(2, 2, 333, 24, device="cuda", dtype=dtype), torch.randn(2, 2, 333, 40, device="cuda", dtype=dtype)
+    whole = backward(query, key, value, causal, workspace_bytes=CAP)
+    sliced = backward(query, key, value, causal, workspace_bytes=1 << 20)
+    limit = (4 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps  # other orders of some thousand terms of either sign
+    for name, a, b in zip(("query", "key", "value"), sliced, whole, strict=True):
+        assert (a.double() - b.double()).norm() <= limit * b.double().norm(), name
+    assert any(not torch.equal(a, b) for a, b in zip(sliced, whole, strict=True)), "the cap makes no slices"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_workspace_of_a_large_group(dtype: torch.dtype) -> None:
+    """32 query heads of one key head and 100,000 rows: eight keys of them all would be 205 MB of float."""
+    query = torch.randn(1, 32, 100_000, 8, device="cuda", dtype=dtype)
+    key, value = (torch.randn(1, 1, 64, 8, device="cuda", dtype=dtype) for _ in range(2))
+    out, lse = OPS.sdpa_forward(query, key, value, None, None, 0.0, False, enable_gqa=True)
+    grad = torch.ones_like(out)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = OPS.sdpa_backward(grad, None, query, key, value, None, out, lse, None, 0.0, False, enable_gqa=True)
+    extra = torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in grads)
+    rows = 2 * 4 * query.size(1) * query.size(2)  # delta and norm
+    assert extra <= CAP + rows + (2 << 20)
