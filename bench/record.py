@@ -3,7 +3,7 @@
 Where a part fails, what was measured before it is printed, with what happened under "failed"; the exit code is 1.
 
 One process, one card, ours and PyTorch's in turn: ceilings, forward cases with errors and extra memory beside PyTorch's back ends
-and the formula in three calls, the pipeline's stages, the error rule over head dims and dtypes, memory at long sequences.
+and the formula in three calls, the pipelines' stages, the error rule over head dims and dtypes, memory at long sequences.
 
     --cases NAME...  names or sets (class512, class1024, class256, float32, decode) of bench/cases.py, lin84 of
                      bench/linear_cases.py (a linear layer, in training, evaluation and its product alone), all by default
@@ -39,6 +39,10 @@ BACKENDS = {
     "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 MOST_SCORES = 20e9  # bytes of a score matrix that still is worth writing down
+STAGES = {  # the three kernels of a pipeline
+    "pipeline": ("qk_scores", "segment_softmax", "scores_values"),
+    "sm90_pipeline": ("product_scores", "segment_softmax", "product_values"),
+}
 
 
 def ceilings() -> dict[str, float]:
@@ -129,26 +133,29 @@ def forward_case(case: Case, ceilings: dict[str, float], quick: bool) -> dict[st
     }
 
 
-def stages(case: Case) -> dict[str, Any]:
-    """The pipeline's three kernels within one call, by the profiler, each beside the bytes and operations it cannot do without."""
-    q, k, v = case.inputs("cuda")
-    pipeline = partial(OPS.sdpa_forward, q, k, v, None, None, 0.0, False, kernel_name="pipeline")
+def stages(case: Case, kernel: str, ceilings: dict[str, float]) -> dict[str, Any]:
+    """A pipeline's three kernels within one call, by the profiler, each beside the bytes and operations it cannot do without, and
+    the time that those take at the run's own copy and matrix product."""
+    q, k, v = case.inputs(str(DEVICE))
+    pipeline = partial(OPS.sdpa_forward, q, k, v, None, None, 0.0, False, kernel_name=kernel)
     pipeline()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         for _ in range(5):
             pipeline()
         torch.cuda.synchronize()
     element, count = q.element_size(), case.B * case.Hq * case.L * case.S
-    least = {
-        "qk_scores": (q.nbytes + k.nbytes + element * count, case.flop / 2),
-        "segment_softmax": (2 * element * count, 0.0),
-        "scores_values": (element * count + 2 * v.nbytes, case.flop / 2),
-    }
+    least = (
+        (q.nbytes + k.nbytes + element * count, case.flop / 2),
+        (2 * element * count, 0.0),
+        (element * count + 2 * v.nbytes, case.flop / 2),
+    )
     out = {}
-    for name, (moved, flop) in least.items():
-        events = [event for event in profile.key_averages() if name in event.key]
+    for name, (moved, flop) in zip(STAGES[kernel], least, strict=True):
+        events = [event for event in profile.key_averages() if f"{name}_kernel" in event.key]
         ms = sum(event.self_device_time_total for event in events) / 5e3
-        out[name] = {"ms": ms, "bytes": moved, "flop": flop, "launches": sum(event.count for event in events) // 5}
+        bound = max(moved / ceilings["copy_tb_per_s"], flop / ceilings["matmul_fp16_tflops"]) / 1e9
+        launches = sum(event.count for event in events) // 5
+        out[name] = {"ms": ms, "bound_ms": bound, "bytes": moved, "flop": flop, "launches": launches}
     return out
 
 
@@ -169,7 +176,9 @@ def _float64_gradients(inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
 
 
 def error_rule() -> list[dict[str, Any]]:
-    """Forward and backward errors at (1, 4, 2048, 2048, E), ours beside PyTorch's, and whether the rule holds."""
+    """Forward and backward errors at (1, 4, 2048, 2048, E), ours beside PyTorch's, and whether the rule holds. Half types' outputs
+    by the pipeline as well, which is not what runs on Hopper.
+    """
     table = []
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for E in (64, 80, 128, 256, 512, 1024):
@@ -183,14 +192,27 @@ def error_rule() -> list[dict[str, Any]]:
             for name, op in (("attention_ext", OPS.sdpa), ("torch", F.scaled_dot_product_attention)):
                 out = op(*inputs)
                 results[name] = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-            for index, what in enumerate(("out", "grad_query", "grad_key", "grad_value")):
+            what = dict(enumerate(("out", "grad_query", "grad_key", "grad_value")))
+            if dtype != torch.float32:
+                leaves = [t.detach() for t in inputs]
+                results["attention_ext"] += OPS.sdpa_forward(*leaves, None, None, 0.0, False, kernel_name="pipeline")[:1]
+                want, results["torch"], what[4] = [*want, want[0]], [*results["torch"], results["torch"][0]], "out by pipeline"
+            for index in what:
                 reference = want[index].cpu()
                 ours, theirs = (_measure.errors(results[name][index], reference) for name in ("attention_ext", "torch"))
                 top = float(reference.abs().max())
                 ulp = unit(top, dtype)
                 holds = ours[0] <= 2 * theirs[0] + ulp and ours[1] <= 2 * theirs[1] + ulp
                 table.append(
-                    {"dtype": str(dtype), "E": E, "what": what, "ours": ours, "torch": theirs, "ulp": ulp, "within_rule": holds}
+                    {
+                        "dtype": str(dtype),
+                        "E": E,
+                        "what": what[index],
+                        "ours": ours,
+                        "torch": theirs,
+                        "ulp": ulp,
+                        "within_rule": holds,
+                    }
                 )
     log(f"error rule: {sum(row['within_rule'] for row in table)} of {len(table)} within")
     return table
@@ -199,10 +221,11 @@ def error_rule() -> list[dict[str, Any]]:
 def long_sequences() -> dict[str, Any]:
     """Extra memory at S = 100,000, forward and backward."""
     out = {}
-    for E in (64, 512):
+    for E in (64, 512, 1024):
         q = torch.randn(1, 1, 100_000, E, device=DEVICE, dtype=torch.bfloat16)
         k, v = torch.randn_like(q), torch.randn_like(q)
         forward = extra_memory(lambda q=q, k=k, v=v: OPS.sdpa(q, k, v))
+        pipeline = extra_memory(lambda q=q, k=k, v=v: OPS.sdpa_forward(q, k, v, None, None, 0.0, False, kernel_name="pipeline"))
         result, lse = OPS.sdpa_forward(q, k, v, None, None, 0.0, False)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -211,8 +234,12 @@ def long_sequences() -> dict[str, Any]:
         grads = OPS.sdpa_backward(result, None, q, k, v, None, result, lse, None, 0.0, False)
         torch.cuda.synchronize()
         extra = torch.cuda.max_memory_allocated() - before - sum(grad.nbytes for grad in grads)
-        out[f"E={E}"] = {"forward_extra_bytes": forward, "backward_extra_bytes": extra}
-        log(f"S = 100000, E = {E}: extra {forward / 2**20:.1f} MiB forward, {extra / 2**20:.1f} MiB backward")
+        out[f"E={E}"] = {
+            "forward_extra_bytes": forward,
+            "pipeline_forward_extra_bytes": pipeline,
+            "backward_extra_bytes": extra,
+        }
+        log(f"S = 100000, E = {E}: extra MiB {', '.join(f'{name} {b / 2**20:.1f}' for name, b in out[f'E={E}'].items())}")
     return out
 
 
@@ -238,9 +265,11 @@ def fill(
         for name, case in cases.items():
             record["forward"][name] = forward_case(case, record["ceilings"], quick)
         if "kb97" in cases and not quick:
-            record["stages"] = {"kb97": stages(cases["kb97"])}
+            record["stages"] = {"kb97": stages(cases["kb97"], "pipeline", record["ceilings"])}
+            if record["forward"]["kb97"].get("kernel") == "sm90_pipeline":
+                record["stages_sm90_pipeline"] = {"kb97": stages(cases["kb97"], "sm90_pipeline", record["ceilings"])}
             record["workspace_mib_to_ms"] = {"kb97": workspaces(cases["kb97"])}
-            log(json.dumps({key: record[key] for key in ("stages", "workspace_mib_to_ms")}))
+            log(json.dumps({key: record[key] for key in record if key.startswith(("stages", "workspace"))}))
     if not quick:
         record["error_rule"] = error_rule()
         with torch.no_grad():

@@ -1,10 +1,14 @@
 """Measures sdpa beside PyTorch's operator on the CPU and writes bench/results/cpu.json: `python bench/record_cpu.py`.
 
-A tiny call shows the overhead, calls of over a millisecond must be within 1.15 of PyTorch's (they are its own operator).
+A tiny call shows the overhead, calls of over a millisecond must be within 1.15 of PyTorch's (they are its own operator). With them
+goes what tests/randomised.py says: how many examples ran, and which failed. Exits with 1 if one failed or did not run.
 """
 
+import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +19,7 @@ import torch.nn.functional as F
 
 import attention_ext
 
+ROOT = Path(__file__).resolve().parent.parent
 OPERATORS = {"ours": torch.ops.attention_ext.sdpa, "torch": F.scaled_dot_product_attention}
 
 
@@ -39,7 +44,19 @@ def row(
     return {"name": name, "ours_us": times["ours"], "torch_us": times["torch"]}
 
 
-def main() -> None:
+def randomised(examples: int) -> dict[str, Any]:
+    """What tests/randomised.py finds on the CPU."""
+    script = str(ROOT / "tests" / "randomised.py")
+    command = [sys.executable, script, "--device", "cpu", "--examples", str(examples), "--json"]
+    outcome = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
+    failures = outcome["failures"]
+    return {"count": outcome["count"], "failed": len(failures), "failures": failures, "seconds": outcome["seconds"]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--examples", type=int, default=2000, help="of the randomised test")
+    args = parser.parse_args()
     torch.manual_seed(0)
     rows = [
         row("(1, 1, 4, 8) float32", (1, 1, 4, 8), torch.float32, 20, 500),
@@ -56,11 +73,15 @@ def main() -> None:
         "attention_ext": attention_ext.__version__,
         "csrc_tree": attention_ext._libraries.BUILD.csrc,
         "rows": rows,
+        "randomised": randomised(args.examples),
     }
     for entry in rows:
         print(f"{entry['name']:34} ours {entry['ours_us']:9.1f} us, PyTorch's {entry['torch_us']:9.1f} us")
-    Path(__file__).parent.joinpath("results", "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    outcome = record["randomised"]
+    print(f"{outcome['count']} of {args.examples} randomised examples, {outcome['failed']} failed")
+    (ROOT / "bench" / "results" / "cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+    return 1 if outcome["failed"] or outcome["count"] < args.examples else 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

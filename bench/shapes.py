@@ -1,4 +1,5 @@
-"""Fixed shapes on which ours must not be slower than PyTorch's default: 100 of 256 < E <= 512, 60 of 512 < E <= 1024.
+"""Fixed shapes on which ours must not be slower than PyTorch's default: 100 of 256 < E <= 512, 60 of 512 < E <= 1024 and 16 of
+decoding.
 
 A line is B Hq Hk L S E Ev dtype kind; kind is "-", "causal" or one of cases.MASKS. PyTorch's default takes at most about 15 ms for
 each on an H100 (115 TFLOP/s there; with grouped queries it multiplies in float32 with all scores in memory). Keys under a mask come
@@ -204,4 +205,24 @@ def parse(table: str) -> list[Case]:
     return shapes
 
 
-SHAPES = {"class512": parse(CLASS512), "class1024": parse(CLASS1024)}
+# few queries a head, as one decodes
+DECODING = """
+8 32 4 1 8192 512 512 bf16 -
+1 32 4 1 8192 512 512 bf16 -
+1 32 32 1 8192 512 512 bf16 -
+4 32 32 1 8192 512 512 bf16 -
+8 32 4 16 8192 512 512 bf16 -
+8 32 4 4 300 512 512 bf16 -
+1 16 2 1 2048 320 320 bf16 -
+4 16 4 8 4096 320 320 fp16 -
+8 8 1 1 16384 512 512 bf16 -
+16 16 8 1 1000 272 272 fp16 -
+8 32 4 1 8192 768 768 bf16 -
+8 32 4 1 512 1024 1024 bf16 -
+1 32 4 1 8192 1024 1024 bf16 -
+4 32 4 16 4096 768 768 bf16 -
+2 8 8 1 1024 640 640 fp16 -
+1 8 8 32 4096 576 576 fp16 -
+"""
+
+SHAPES = {"class512": parse(CLASS512), "class1024": parse(CLASS1024), "decoding": parse(DECODING)}

@@ -149,8 +149,19 @@ def passes(row: dict[str, Any]) -> str:
     return f"{short(row['ms'])} ({short(row['ms_second_pass'])})"
 
 
+def stage_lines(record: dict[str, Any], key: str) -> list[str]:
+    lines: list[str] = []
+    for name, stages in record.get(key, {}).items():
+        found = []
+        for stage, row in stages.items():
+            bound = f" (at least {short(row['bound_ms'])})" if "bound_ms" in row else ""
+            found.append(f"`{stage}` {short(row['ms'])}{bound} in {row['launches']} launches")
+        lines += ["", f"Stages of one call on {name}, by the profiler, ms: {', '.join(found)}."]
+    return lines
+
+
 def kernel_table(record: dict[str, Any], kernel: str) -> list[str]:
-    """The cases that this kernel takes, beside PyTorch's, the pipeline and the three calls."""
+    """The cases that this kernel takes, beside PyTorch's, the pipeline and the three calls; a pipeline's stages."""
     columns = ("pipeline", "naive", "naive_compiled")
     lines = ["| case | ours, ms | TFLOP/s | PyTorch | `pipeline` | three calls | compiled |", "|---|---|---|---|---|---|---|"]
     for name, case in record["forward"].items():
@@ -160,7 +171,7 @@ def kernel_table(record: dict[str, Any], kernel: str) -> list[str]:
             others = " | ".join(short(rows[row]["ms"]) if row in rows else "" for row in columns)
             cold = ", cold L2" if case.get("cold_l2") else ""
             lines.append(f"| {name}{cold} | {passes(ours)} | {ours['tflops']:.0f} | {theirs} | {others} |")
-    return lines
+    return lines + stage_lines(record, f"stages_{kernel}")
 
 
 def pipeline_table(record: dict[str, Any]) -> list[str]:
@@ -173,9 +184,7 @@ def pipeline_table(record: dict[str, Any]) -> list[str]:
             lines.append(f"| {name} | {passes(ours)} | {ours['tflops']:.0f} | {passes(rows['torch'])} |")
     for name, row in record.get("backward", {}).items():
         lines.append(f"| {name}, backward | {short(row['attention_ext'])} | | {short(row['torch'])} |")
-    for name, stages in record.get("stages", {}).items():
-        found = [f"`{stage}` {short(row['ms'])} in {row['launches']} launches" for stage, row in stages.items()]
-        lines += ["", f"Stages of one call on {name}, by the profiler, ms: {', '.join(found)}."]
+    lines += stage_lines(record, "stages")
     for name, series in record.get("workspace_mib_to_ms", {}).items():
         lines += ["", f"| workspace, MiB | {' | '.join(series)} |", "|---" * (len(series) + 1) + "|"]
         lines.append(f"| {name}, ms | {' | '.join(map(short, series.values()))} |")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import pytest
@@ -26,7 +27,8 @@ class Kernel:
 
     capability: the compute capabilities it runs on, 10 * major + minor, empty for all. head_dims: what max(E, Ev) may be, both
     ends included. aligned: query, key and value need their rows on 16-byte boundaries. value_heads: key and value may have
-    different head counts. rank: the largest that it takes. empty: whether a dim may be 0.
+    different head counts. rank: the largest that it takes. empty: whether a dim may be 0. contract: (E, Ev) of the tests of all
+    that it takes, the widest first.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Kernel:
     value_heads: bool = True
     rank: int = 10
     empty: bool = True
+    contract: tuple[tuple[int, int], ...] = ((16, 16),)
 
     def takes_sizes(self, dtype: torch.dtype, E: int, Ev: int) -> bool:
         """Whether contiguous operands of these head dims are taken."""
@@ -74,12 +77,17 @@ class Kernel:
         return self == Kernel(self.name, self.device, self.backward)
 
 
+# Of the contracts: the widest, and a pair for every other head-dim class of the fused kernels.
+DIMS_512 = ((512, 512), (320, 264), (200, 256), (16, 16))
+DIMS_1024 = ((1024, 1024), (576, 640), (768, 768))
+HOPPER = {"dtypes": HALVES, "capability": (90,), "aligned": True, "rank": 5, "empty": False}
+
 KERNELS = (
     Kernel("reference", "cpu", "reference"),
     Kernel("pipeline", "cuda", "pipeline"),
-    Kernel("sm90_512", "cuda", "pipeline", HALVES, (90,), (1, 512), aligned=True, value_heads=False, rank=5, empty=False),
-    Kernel("sm90_1024", "cuda", "pipeline", HALVES, (90,), (1, 1024), aligned=True, value_heads=False, rank=5, empty=False),
-    Kernel("sm90_pipeline", "cuda", "pipeline", HALVES, (90,), (1, 1 << 30), aligned=True, rank=5, empty=False),
+    Kernel("sm90_512", "cuda", "pipeline", head_dims=(1, 512), value_heads=False, contract=DIMS_512, **HOPPER),
+    Kernel("sm90_1024", "cuda", "pipeline", head_dims=(1, 1024), value_heads=False, contract=DIMS_1024, **HOPPER),
+    Kernel("sm90_pipeline", "cuda", "pipeline", head_dims=(1, 1 << 30), contract=DIMS_1024, **HOPPER),
 )
 
 HEAD_DIMS = ((16, 16), (7, 13), (64, 128), (128, 40), (320, 264), (264, 512), (512, 512), (512, 8), (40, 384), (1024, 1024))
@@ -90,14 +98,22 @@ def params(kernels: tuple[Kernel, ...] = KERNELS) -> list:
     return [pytest.param(k, id=k.name, marks=pytest.mark.gpu if k.device == "cuda" else ()) for k in kernels]
 
 
-def with_head_dims(dtypes: tuple[torch.dtype, ...] = FLOATS, at_most: int = len(HEAD_DIMS)) -> list:
-    """(kernel, dtype, E, Ev) for every combination that a kernel takes, at most so many head dims of each."""
+def _rows(dtypes: tuple[torch.dtype, ...], dims_of: Callable[[Kernel], Iterable[tuple[int, int]]]) -> list:
     rows = []
     for kernel in KERNELS:
+        marks = pytest.mark.gpu if kernel.device == "cuda" else ()
         for dtype in dtypes:
-            fitting = [dims for dims in HEAD_DIMS if kernel.takes_sizes(dtype, *dims)][:at_most]
-            marks = pytest.mark.gpu if kernel.device == "cuda" else ()
-            rows += [
-                pytest.param(kernel, dtype, *dims, id=f"{kernel.name}-{dtype}-{dims[0]}-{dims[1]}", marks=marks) for dims in fitting
-            ]
+            for E, Ev in dims_of(kernel):
+                if kernel.takes_sizes(dtype, E, Ev):
+                    rows.append(pytest.param(kernel, dtype, E, Ev, id=f"{kernel.name}-{dtype}-{E}-{Ev}", marks=marks))
     return rows
+
+
+def with_head_dims(dtypes: tuple[torch.dtype, ...] = FLOATS) -> list:
+    """(kernel, dtype, E, Ev) for every combination of HEAD_DIMS that a kernel takes."""
+    return _rows(dtypes, lambda kernel: HEAD_DIMS)
+
+
+def with_contract_dims(dtypes: tuple[torch.dtype, ...] = FLOATS, at_most: int = 1 << 30) -> list:
+    """(kernel, dtype, E, Ev) for the head dims of a kernel's contract, at most so many, the widest first."""
+    return _rows(dtypes, lambda kernel: kernel.contract[:at_most])

@@ -21,11 +21,12 @@ from helpers import (
     sdpa_forward,
     torch_own,
 )
-from kernels import KERNELS, Kernel, params, rows_on_16_bytes, with_head_dims
+from kernels import KERNELS, Kernel, params, rows_on_16_bytes, with_contract_dims, with_head_dims
 from torch import Tensor
 
 NEG_INF = float("-inf")
 # lengths, flags and masks; L and S are no multiples of a tile, several tiles, one row, one key
+# scale: in units of 1 / sqrt(E), so the standard deviation of the logits
 CASES = {
     "plain": {"L": 70, "S": 133},
     "one row": {"L": 1, "S": 300},
@@ -34,8 +35,8 @@ CASES = {
     "causal, L < S": {"L": 65, "S": 257, "causal": True},
     "causal, L > S": {"L": 257, "S": 65, "causal": True},
     "scale 0": {"L": 40, "S": 70, "scale": 0.0, "causal": True},
-    "negative scale": {"L": 70, "S": 40, "scale": -0.7, "causal": True},
-    "long logits": {"L": 40, "S": 133, "scale": 8.0},
+    "negative scale": {"L": 70, "S": 40, "scale": -2.8, "causal": True},
+    "long logits": {"L": 40, "S": 133, "scale": 32.0},
     "bool": {"L": 70, "S": 133, "mask": "bool"},
     "same dtype": {"L": 70, "S": 133, "mask": "same"},
     "float32": {"L": 70, "S": 133, "mask": "float32"},
@@ -49,7 +50,8 @@ CASES = {
     "lowest": {"L": 70, "S": 133, "mask": "lowest"},
     "everything dead": {"L": 70, "S": 133, "mask": "none"},
     "grouped": {"L": 70, "S": 133, "heads": (4, 2), "gqa": True},
-    "grouped, causal": {"L": 70, "S": 133, "heads": (6, 1), "gqa": True, "causal": True},
+    "grouped, causal": {"L": 70, "S": 133, "heads": (6, 2), "gqa": True, "causal": True},
+    "one key head": {"L": 70, "S": 133, "heads": (6, 1), "gqa": True, "causal": True},
     "grouped, value heads": {"L": 40, "S": 70, "heads": (6, 2, 3), "gqa": True, "mask": "head"},
     "rank 2": {"L": 70, "S": 133, "batch": (), "heads": ()},
     "rank 5": {"L": 33, "S": 70, "batch": (2, 2), "heads": (1,), "mask": "bool"},
@@ -94,7 +96,8 @@ def problem(kernel: Kernel, name: str, dtype: torch.dtype, E: int, Ev: int) -> t
     if not kernel.takes(q, k, v):
         pytest.skip(f"{kernel.name} does not take such operands")
     mask = a_mask(case["mask"], dtype, (*q.shape[:-1], k.size(-2)), kernel.device) if "mask" in case else None
-    return [q, k, v, mask], {n: case.get(n, d) for n, d in (("causal", False), ("scale", None), ("gqa", False))}
+    scale = case["scale"] / E**0.5 if "scale" in case else None
+    return [q, k, v, mask], {"causal": case.get("causal", False), "scale": scale, "gqa": case.get("gqa", False)}
 
 
 def both(kernel: Kernel, inputs: list[Tensor | None], options: dict, grad: Tensor, seed: Tensor | None = None, p: float = 0.0):
@@ -133,7 +136,7 @@ def forward_and_backward(kernel: Kernel, name: str, dtype: torch.dtype, E: int, 
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_head_dims(at_most=1))
+@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_contract_dims())
 def test_contract(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, name: str, poison_all: None) -> None:
     needs_the_card(kernel)
     reference.settle(lambda: forward_and_backward(kernel, name, dtype, E, Ev))
@@ -147,8 +150,8 @@ def test_head_dims(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, name: st
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
-@pytest.mark.parametrize("name", ["plain", "causal, L < S", "bool", "grouped, causal", "rank 5"])
-@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_head_dims((torch.float32, torch.bfloat16), at_most=1))
+@pytest.mark.parametrize("name", ["plain", "causal, L < S", "bool", "grouped, causal", "one key head", "rank 5"])
+@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_contract_dims((torch.float32, *HALVES), at_most=2))
 def test_dropout_is_the_mask_of_philox(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, name: str, p: float) -> None:
     """One mask, whatever kernel draws it: forward and backward against the oracle with that mask."""
     needs_the_card(kernel)
@@ -189,7 +192,7 @@ def test_dropout_zeros_lie_where_the_reference_says(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("heads", [(3,), (4, 2)], ids=str)
 @pytest.mark.parametrize(("L", "S", "batch"), [(0, 5, 2), (5, 0, 2), (0, 0, 2), (5, 7, 0)])
-@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_head_dims(HALVES, at_most=1))
+@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_contract_dims(HALVES, at_most=1))
 def test_empty(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, L: int, S: int, batch: int, heads: tuple[int, ...]) -> None:
     needs_the_card(kernel)
     inputs = [*qkv((batch,), heads, L, S, E, Ev, dtype, kernel.device), None]
@@ -233,7 +236,30 @@ def test_few_keys_and_many_rows(kernel: Kernel, dtype: torch.dtype, E: int, Ev: 
     reference.settle(trial)
 
 
-@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_head_dims(HALVES, at_most=1))
+@pytest.mark.parametrize("kind", ["plain", "causal", "grouped, causal"])
+@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), [row for row in with_contract_dims(HALVES) if row.values[0].capability])
+def test_many_tiles_and_several_blocks(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, kind: str, poison_all: None) -> None:
+    """Two or three tiles for each of an H100's 132 processors, whose CTAs stay, over up to three or four blocks of 128 keys."""
+    needs_the_card(kernel)
+    causal, grouped = "causal" in kind, "grouped" in kind
+    heads, L, S = ((10, 2) if grouped else (5, 5)), 421, 300 if dtype == torch.float16 else 400
+    # 280 tiles of 64 rows, or 288 of 12 queries with 5 heads each; above 512 two CTAs share the columns of values
+    batch = (8 if Ev <= 512 else 4) // (2 if grouped else 1)
+
+    def trial() -> None:
+        q, k, v = qkv((batch,), heads, L, S, E, Ev, dtype, kernel.device)
+        out, lse = sdpa_forward(q, k, v, None, None, 0.0, causal, enable_gqa=grouped, kernel_name=kernel.name)
+        (want, want_lse), (own, _) = (
+            reference.attention(q, k, v, None, causal, None, grouped, dtype=of, device=kernel.device)
+            for of in (torch.float64, dtype)
+        )
+        reference.check_error("out", out, want, own)
+        check_lse(lse, want_lse.cpu(), dtype)
+
+    reference.settle(trial)
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_contract_dims(HALVES))
 def test_logits_beyond_65504(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int) -> None:
     needs_the_card(kernel)
     q = torch.full((1, 1, 40, E), 250.0, dtype=dtype, device=kernel.device)
@@ -249,7 +275,7 @@ def test_logits_beyond_65504(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int
 def test_bitwise_the_same_again(kernel: Kernel, deterministic: None) -> None:
     needs_the_card(kernel)
     dtype = kernel.dtypes[-1]
-    E, Ev = next(row.values[2:] for row in with_head_dims((dtype,)) if row.values[0] == kernel)
+    E, Ev = kernel.contract[0]
     inputs, options = problem(kernel, "grouped, causal", dtype, E, Ev)
     grad = normal(*inputs[0].shape[:-1], Ev, dtype=dtype, device=kernel.device)
     first = both(kernel, inputs, options, grad)
