@@ -1,7 +1,7 @@
 """What the linear operators accept; the kernels on the CPU, the fake ones and autograd call the same functions.
 
-Messages and errors are those of _checks: a RuntimeError that names the argument, what was expected and what came. Too few rows for
-batch statistics and an eps that is no such thing are a ValueError, as in PyTorch.
+Messages and errors are those of _checks: a RuntimeError that names the argument, what was expected and what came. One row for batch
+statistics and an eps that is no such thing are a ValueError, as in PyTorch.
 """
 
 import torch
@@ -126,6 +126,6 @@ def check_linear_batchnorm_softmax(
         )
     if training:
         rows = input.size(0)
-        torch._check_value(rows > 1, lambda: message("input", "more than 1 value per channel when training", shape_of(input)))
+        torch._check_value(rows != 1, lambda: message("input", "more than 1 value per channel when training", shape_of(input)))
     elif running_mean is None:
         refuse("running_mean", "a tensor where training is False", None)

@@ -1,7 +1,7 @@
 """The operator linear_batchnorm_softmax: its CPU path, fake kernel, autograd, autocast and vmap.
 
     linear = input @ weight.T + bias                        (M, F)
-    mean, var = those of the columns of linear (biased) when training, else the running ones
+    mean, var = those of the columns of linear (biased; NaN where M = 0) when training, else the running ones
     out = softmax(scale * ((linear - mean) / sqrt(var + eps) * bn_weight + bn_bias)) over the features
 
 All of it in float32 (float64 for float64). The operator changes nothing: who calls it updates the running statistics.
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._checks import surely
 from ._linear import exactly, log_composed, product
 from ._linear_checks import accumulator, as_scale, check_linear_batchnorm_softmax
 from ._reference import below_autocast
@@ -41,10 +42,12 @@ def _composed(
     check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
     acc = accumulator(input.dtype)
     linear = exactly(F.linear, input.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
-    if training or running_mean is None or running_var is None:
-        var, mean = torch.var_mean(linear, 0, correction=0)
-    else:
+    if not training and running_mean is not None and running_var is not None:
         mean, var = (t.detach().to(acc, copy=True, memory_format=torch.contiguous_format) for t in (running_mean, running_var))
+    elif surely(linear.size(0) == 0):  # var_mean would warn
+        mean, var = linear.mean(0), linear.mean(0)
+    else:
+        var, mean = torch.var_mean(linear, 0, correction=0)
     x = _affine(_normalised(linear, mean, var, eps), bn_weight, bn_bias)
     return torch.softmax(x * scale.to(acc), -1).to(input.dtype), mean, var, linear
 
@@ -121,7 +124,7 @@ class LinearBatchNormSoftmax(torch.autograd.Function):
         if ctx.training and grad_mean is not None:
             parts.append((grad_mean / rows).expand_as(linear))
         if ctx.training and grad_var is not None:
-            parts.append((linear - mean) * (grad_var * (2.0 / rows)))
+            parts.append((linear - mean) * (grad_var * 2.0 / rows))
         if not parts or not any(needs[:3]):
             return None, None, None, grad_bn_weight, grad_bn_bias, None, None, grad_scale, None, None
         grad = sum(parts[1:], parts[0])
@@ -194,7 +197,8 @@ def call_and_update(
 ) -> Tensor:  # fmt: skip
     """The operator and, when training, the update of what it leaves alone: running statistics and the count of batches.
 
-    momentum None, beside num_batches_tracked: the running statistics become the mean of those of all batches so far.
+    momentum None, beside num_batches_tracked: the running statistics become the mean of those of all batches so far. An empty batch
+    is counted and leaves the running statistics alone, as nn.BatchNorm1d does.
     """
     scale = as_scale(scale, input.dtype, input.device)
     out: Tensor
@@ -204,8 +208,8 @@ def call_and_update(
         num_batches_tracked.add_(1)
         if momentum is None:
             factor = 1.0 / num_batches_tracked.to(mean.dtype)
-    if training and running_mean is not None and running_var is not None:
-        rows = input.size(0)
+    rows = input.size(0)
+    if training and running_mean is not None and running_var is not None and rows > 0:
         _update(running_mean, mean, factor)
         _update(running_var, var * (rows / (rows - 1)), factor)
     return out

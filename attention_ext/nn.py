@@ -32,7 +32,7 @@ class LinearBatchNormSoftmax(nn.Module):
     The three are shared, not copied, and read at each call: what happens to `linear` and `bn` outside happens here (also
     parametrizations, .to(), loading a state). The state holds those of the two under "linear." and "bn.", and "scale".
     The mode is that of `bn`: bn.eval() alone suffices. In training mode the output is normalised with the batch's statistics, and
-    the running ones are updated as nn.BatchNorm1d does.
+    the running ones are updated as nn.BatchNorm1d does; it counts an empty batch and leaves them alone.
 
     Hooks of wrapped modules are refused; global module hooks see this module alone. torch.jit.script is not supported.
 
@@ -40,8 +40,8 @@ class LinearBatchNormSoftmax(nn.Module):
     dtype, where PyTorch's chain promotes to that of scale.
 
     Raises:
-        ValueError: bn.num_features is not linear.out_features; fewer than two rows for batch statistics; a negative bn.eps, or 0
-            for batch statistics.
+        ValueError: bn.num_features is not linear.out_features; one row for batch statistics; a negative bn.eps, or 0 for batch
+            statistics.
         TypeError: a module that is not an nn.Linear or an nn.BatchNorm1d, or a subclass with a forward of its own
             (nn.SyncBatchNorm: its statistics are those of all processes).
         RuntimeError: a wrapped module with hooks, which would not run; anything that the operator refuses.

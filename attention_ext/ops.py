@@ -28,28 +28,38 @@ def sdpa(
     The schema and the semantics are those of torch.nn.functional.scaled_dot_product_attention, the same on every device.
 
     Args:
-        query: (..., Hq, L, E), float16, bfloat16, float32 or float64, any strides. Rank 2 is (L, E).
-        key: (..., Hk, S, E), of the query's dtype and device. Leading dims of the operands broadcast.
+        query: (..., Hq, L, E), float16, bfloat16, float32 or float64, any strides; rank 2, (L, E), or more, 3 with enable_gqa.
+        key: (..., Hk, S, E), of the query's dtype and device. Leading dims of the operands broadcast; every size may be 0 or 1.
         value: (..., Hk, S, Ev). Ev may differ from E.
         attn_mask: broadcasts to (..., Hq, L, S), rank 2 or more. bool: True takes part. float32 or the query's dtype: added to
-            the scaled scores. It may require grad. Not together with is_causal.
+            the scaled scores. It may require grad, which has the mask's own shape. Not together with is_causal.
         dropout_p: probability in [0, 1] that a weight is zeroed (after the softmax; the others are scaled by 1 / (1 - p)). It is
-            always applied: pass 0.0 in evaluation. 0 consumes no random numbers.
+            always applied: pass 0.0 in evaluation. 0 consumes no random numbers. The backward pass draws the mask of its forward
+            pass, also in compiled and exported programs and in CUDA graphs, whose replays have a new one each.
         is_causal: query i sees keys 0 to i (top-left alignment, also where L != S).
         scale: factor of Q K^T, 1 / sqrt(E) by default; may be 0 or negative.
         enable_gqa: query head h reads key head h // (Hq // Hk) and value head h // (Hq // Hv); Hk and Hv divide Hq.
 
     Returns:
-        (..., Hq, L, Ev) in the query's dtype. A row without a visible key is exactly 0 and has zero gradients; S = 0 gives zeros,
-        E = 0 the mean of the visible values. A masked key never counts, but what a non-finite value under a mask does is
-        undefined.
+        (..., Hq, L, Ev) in the query's dtype, in memory as (..., L, Hq, Ev) where the query lies so (heads inside rows), else
+        contiguous. A row without a visible key is exactly 0 and has zero gradients; S = 0 gives zeros, E = 0 the mean of the
+        visible values. A score of +inf makes its row NaN, and a row of a mask's lowest finite number gives the mean of the values,
+        as in PyTorch. A masked key never counts, but what a non-finite value under a mask does is undefined.
 
     Raises:
         RuntimeError: an input that is refused; the message names the argument, what was expected and what came.
 
-    Scores, softmax and sums are computed in float32 (float64 for float64). See Vaswani et al. 2017, "Attention is all you need",
-    section 3.2.1, and PyTorch's documentation of scaled_dot_product_attention. Double backward is refused where this package's own
-    kernels or PyTorch's fused ones run.
+    Precision: scores, softmax and sums are in float32 (float64 for float64), so half precision's scores may pass 65504; its weights
+    are rounded to its dtype before they meet the values. float32 is float32-accurate whatever PyTorch's TF32 setting is, which
+    matters only where PyTorch's own operator runs.
+
+    What runs: on CUDA this package's kernels. CPU tensors, torch.func transforms other than vmap alone, forward-mode AD and, on
+    CUDA, ranks above 10 go to PyTorch's own operator; explain says which and why, and so does the logger attention_ext at level
+    INFO at each eager call. The kernels expand no mask and repeat no key or value in memory, launch on the current stream of the
+    query's device, do not synchronise with the host, allocate through torch only, and may be called from several threads.
+
+    See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
+    scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
     """
     out: Tensor = torch.ops.attention_ext.sdpa.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -85,8 +95,8 @@ def sdpa_with_lse(
         RuntimeError: as sdpa.
 
     On CUDA the package's kernels run, on the CPU its reference in blocks of rows. Double backward is refused there. Under
-    torch.func transforms and forward-mode AD it is a composition of ATen operators, which holds the whole score matrix; under
-    vmap alone it is the kernel with one more leading dim, and dropout needs randomness="different".
+    torch.func transforms and forward-mode AD, and for ranks above 10 on CUDA, it is a composition of ATen operators, which holds
+    the whole score matrix; under vmap alone it is the kernel with one more leading dim, and dropout needs randomness="different".
     """
     out, lse = torch.ops.attention_ext.sdpa_with_lse.default(
         query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -184,7 +194,15 @@ def preferred(
 def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input @ weight.T + bias in float32: torch.ops.attention_ext.linear_float32.
 
-    torch.nn.functional.linear at float32's accuracy whatever torch's settings for float32 products are (TF32, bfloat16).
+    torch.nn.functional.linear at float32's accuracy whatever torch's settings for float32 products are (TF32, bfloat16). That
+    accuracy is one of rows: on CUDA the error of a row, as a norm, is
+
+    - at most 1.05 times that of PyTorch's float32 product for usual inputs, whose products have both signs;
+    - up to about four units in the last place of the row's largest element where one product makes a sum (one-hot rows, a column
+      above all others), which PyTorch rounds once;
+    - up to about 2.2 times PyTorch's where all products have one sign: Tensor Cores cut off what they add.
+
+    An element that is tiny beside its row's largest has no relative accuracy of its own. docs/linear.md has the bounds.
 
     Args:
         input: (..., K), float32, any strides.
@@ -192,7 +210,8 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         bias: (N,), float32.
 
     Returns:
-        (..., N), float32, contiguous. Values of all magnitudes, infinities and NaN come out as in a float32 product.
+        (..., N), float32, contiguous. Values of all magnitudes, infinities and NaN come out as in a float32 product; only where a
+        partial sum overflows in PyTorch's product the result may be finite here.
 
     Raises:
         RuntimeError: an input that is refused; the message names the argument, what was expected and what came.
@@ -229,19 +248,20 @@ def linear_batchnorm_softmax(
             as by batch_norm: (1 - momentum) * running + momentum * batch, with the unbiased variance.
         bn_weight, bn_bias: (F,).
         scale: a number, or a tensor of shape (), (1,) or (F,); of any sign. Integers, and any dtype at rank 0, are taken too.
-        training: normalise with the batch's mean and biased variance, which takes M >= 2, else with the running ones.
+        training: normalise with the batch's mean and biased variance, which one row has not, else with the running ones. An empty
+            batch gives an empty result and leaves the running statistics alone, as in PyTorch.
         momentum: the batch's share of the new running statistics.
         eps: added to the variance.
 
     The statistics, bn_weight, bn_bias and scale are of the input's dtype or float32 (float64 beside float64).
 
     Returns:
-        (M, F) in the input's dtype, where PyTorch promotes to that of scale; contiguous. The product is float32-accurate for
-        float32 whatever torch's TF32 setting; sums, statistics and softmax are in float32 (float64 for float64). A row of only
+        (M, F) in the input's dtype, where PyTorch promotes to that of scale; contiguous. The product is that of linear_float32 for
+        float32, whatever torch's TF32 setting; sums, statistics and softmax are in float32 (float64 for float64). A row of only
         -inf before the softmax is NaN, as in PyTorch.
 
     Raises:
-        ValueError: training with fewer than two rows; a negative eps, or 0 when training.
+        ValueError: training with one row; a negative eps, or 0 when training.
         RuntimeError: any other input that is refused; the message names the argument, what was expected and what came.
 
     Differentiable any number of times in all but the running statistics. In an autocast region input, weight and bias are cast to

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import reference
 import torch
 import torch.nn.functional as F
-from helpers import normal
+from helpers import leaves, normal
 from torch import Tensor
 
 fused = torch.ops.attention_ext.linear_batchnorm_softmax
@@ -71,6 +71,25 @@ def check_float32(got: Tensor, want: Tensor, base: Tensor, factor: float = 1.05,
     extra = quantum * width / float(least[least > 0].min()) if quantum else 0.0
     for name, ours, theirs in zip(("Frobenius", "worst row"), norm_errors(got, want), norm_errors(base, want), strict=True):
         assert ours <= factor * theirs + extra, f"{name} error {ours:.3e}, PyTorch's {theirs:.3e}"
+
+
+def check_products(got: Tensor, want: Tensor, base: Tensor, units: float = 4.0) -> None:
+    """Errors at most twice those of `base`, PyTorch's own, and `units` of 2^-24: each row's norm, each column's norm, any element.
+
+    Units are of the row's norm, the column's, the largest element. Four: each of a product's two operands is off by up to 2^-23.
+    Twice as many for a column, which may hang on one element: the product of low terms, up to 2^-22, is left out. Rows and columns
+    of less than 16 elements, which may all be small by chance, are not looked at by themselves.
+    """
+    assert got.shape == want.shape == base.shape
+    ours, theirs = (t.detach().cpu().double() - want for t in (got, base))
+    for dim, name, allowed in ((0, "column", 2 * units), (1, "row", units)):
+        if want.size(dim) >= 16:
+            errors, limits = ours.norm(dim=dim), 2 * theirs.norm(dim=dim) + allowed * 2.0**-24 * want.norm(dim=dim)
+            worst = int((errors - limits).argmax())
+            assert (errors <= limits).all(), f"{name} {worst}: error {errors[worst]:.3e}, limit {limits[worst]:.3e}"
+    (error, _), (own, _) = reference.errors(got, want), reference.errors(base, want)
+    limit = 2 * own + units * reference.ulp(torch.float32, reference.largest(want))
+    assert error <= limit, f"error {error:.3e}, PyTorch's {own:.3e}, limit {limit:.3e}"
 
 
 def check_nonfinite(got: Tensor, base: Tensor, want: Tensor) -> None:
@@ -227,6 +246,20 @@ def check_layer(layer: Layer, operator: Callable[..., tuple[Tensor, ...]] = fuse
     slope = min(0.5, 2 * reference.largest(want))  # of the softmax
     reference.check_error("out", out, want, own_layer(layer), extra=slope * gain * off)
     return out
+
+
+def ours(layer: Layer) -> Tensor:
+    return fused(*layer.args())[0]
+
+
+def gradients(
+    call: Callable[[Layer], Tensor], layer: Layer, grad: Tensor, names: tuple[str, ...] = DIFFERENTIABLE
+) -> dict[str, Tensor]:
+    """Those of the layer's tensors of these names, given the one of call(layer)."""
+    tensors = dict(zip(names, leaves(*(getattr(layer, n) for n in names)), strict=True))
+    out = call(replace(layer, **tensors))
+    assert out.requires_grad
+    return dict(zip(names, torch.autograd.grad(out, list(tensors.values()), grad.to(out)), strict=True))
 
 
 def surrounded(tensor: Tensor, value: float = float("nan")) -> Tensor:

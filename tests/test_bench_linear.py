@@ -45,7 +45,8 @@ def test_a_linear_case_measured(monkeypatch: pytest.MonkeyPatch, part: str) -> N
     text = "\n".join(table({f"tiny {part}": case}))
     assert f"| tiny {part} | 24, 40, 36 |" in text and "outside" not in text and "nan" not in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {13}
-    assert sound({"linear": {"a": case}}) and sound({}) and not sound({"linear": {"a": case, "b": case | {"within_rule": False}}})
+    assert sound({"linear": {"a": case}}, ["a"]) and sound({}, [])
+    assert not sound({"linear": {"a": case, "b": case | {"within_rule": False}}}, ["a"])
     with torch.no_grad():
         assert list(linear_row(monkeypatch, part, quick=True)["rows"]) == ["attention_ext", "torch"]
 
@@ -71,10 +72,22 @@ def test_a_linear_case_that_goes_wrong(monkeypatch: pytest.MonkeyPatch, part: st
     """The controls: plain TF32, zeros, NaN and an error are all not sound, and the table says so."""
     with torch.no_grad():
         case = linear_row(monkeypatch, part, wrong)
-    assert not case["within_rule"] and not script("gpu_check").linear_sound({"linear": {"tiny": case}})
+    assert not case["within_rule"] and not script("gpu_check").linear_sound({"linear": {"tiny": case}}, ["tiny"])
     text = "\n".join(script("make_tables.py").linear_table({"tiny": case}))
     assert ("not measured: attention_ext: CUDA out of memory |" if wrong is broken else "(outside the rule)") in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {13}
+
+
+def test_a_record_without_all_parts_is_not_sound() -> None:
+    gpu_check, right = script("gpu_check"), {"within_rule": True}
+    names = [f"{case.name} {part}" for case in linear_cases.LINEAR_CASES for part in linear_cases.PARTS]
+    assert list(gpu_check.LINEAR) == names
+    whole = {"error_rule": [], "linear": dict.fromkeys(names, right)}
+    for sound in (gpu_check.linear_sound, gpu_check.bench_sound):
+        assert sound(whole)
+        for linear in ({}, *({n: right for n in names if n != missing} for missing in names)):
+            assert not sound(whole | {"linear": linear})
+        assert not sound({"error_rule": []}) and sound({"error_rule": []}, ())
 
 
 def test_names_of_linear_cases() -> None:

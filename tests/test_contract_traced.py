@@ -1,4 +1,7 @@
-"""The cases of the contract compiled, as CUDA graphs and through AOTInductor: what eager gives, and eager what is right."""
+"""The cases of the contract compiled, as CUDA graphs and through AOTInductor: what eager gives, and eager what is right.
+
+By the plan's choice, and in bfloat16 by each kernel of a name (forced.py).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa, sdpa_with_lse
+from forced import attend, by_kernel, expanded, needs
+from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa, sdpa_forward, sdpa_with_lse
+from kernels import Kernel, params
 from torch import Tensor
 from torch.export import Dim, export
 
@@ -84,12 +89,13 @@ def compiled_or_eager(op, inputs: list[Tensor | None], options: dict):
     return run(op, leaves(*inputs), grad, **options)
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(("kernel", "dtype"), by_kernel(FLOATS, (torch.bfloat16,), devices=("cpu", "cuda")))
 @pytest.mark.parametrize("name", CASES)
-def test_eager(device: str, name: str, dtype: torch.dtype) -> None:
+def test_eager(kernel: Kernel, dtype: torch.dtype, name: str) -> None:
     """The oracle's values, so that the other tests of this file compare with what is right."""
-    inputs, options = problem(name, dtype, device)
-    out, grads = compiled_or_eager(sdpa, inputs, options)
+    inputs, options = problem(name, dtype, kernel.device)
+    needs(kernel, *inputs[:3], options.get("enable_gqa", False))
+    out, grads = compiled_or_eager(partial(attend, kernel), inputs, options)
     doubles = leaves(*(t.cpu().double() if t is not None and t.is_floating_point() else t for t in inputs))
     want, _ = reference.attention(*doubles, options.get("is_causal", False), options.get("scale"), options.get("enable_gqa", False))
     wanted = [t for t in doubles if t is not None and t.requires_grad]
@@ -116,23 +122,41 @@ def test_compiled(device: str, name: str, dtype: torch.dtype) -> None:
         close(a, b, 4 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kernel", params())
+@pytest.mark.parametrize("name", ["dead row, bool", "float32 mask", "causal, L < S", "overlapping rows", "value broadcasts"])
+def test_compiled_forward(kernel: Kernel, name: str) -> None:
+    """The gradient of a compiled call is one operator, whatever kernel ran before it."""
+    inputs, options = problem(name, torch.bfloat16, kernel.device)
+    needs(kernel, *inputs[:3], options.get("enable_gqa", False))
+    inputs[:3] = expanded(*inputs[:3], options.get("enable_gqa", False))
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        causal = options.get("is_causal", False)
+        return sdpa_forward(q, k, v, mask, None, 0.0, causal, scale=options.get("scale"), kernel_name=kernel.name)
+
+    for got, want in zip(torch.compile(call, fullgraph=True, backend="aot_eager")(*inputs), call(*inputs), strict=True):
+        assert got.stride() == want.stride() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), by_kernel((torch.float32, torch.bfloat16), (torch.bfloat16,)))
 @pytest.mark.parametrize("name", CASES)
-def test_graph(name: str, dtype: torch.dtype) -> None:
+def test_graph(kernel: Kernel, dtype: torch.dtype, name: str) -> None:
     inputs, options = problem(name, dtype, "cuda")
+    needs(kernel, *inputs[:3], options.get("enable_gqa", False))
+    op = partial(attend, kernel)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     given = leaves(*inputs)
-    grad = torch.ones_like(sdpa(*inputs, **options))
+    grad = torch.ones_like(op(*inputs, **options))
     with torch.cuda.stream(stream):
-        run(sdpa, given, grad, **options)
+        run(op, given, grad, **options)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, grads = run(sdpa, given, grad, **options)
+        out, grads = run(op, given, grad, **options)
     graph.replay()
-    want, want_grads = run(sdpa, leaves(*inputs), grad, **options)
+    want, want_grads = run(op, leaves(*inputs), grad, **options)
     assert all(torch.equal(a, b) for a, b in zip((out, *grads), (want, *want_grads), strict=True))
 
 

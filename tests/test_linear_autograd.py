@@ -13,7 +13,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from helpers import FLOATS, HALVES, close, leaves, normal
-from linear_reference import DIFFERENTIABLE, Layer, check_float32, layer64, make, own_layer, own_product, tf32
+from linear_reference import DIFFERENTIABLE, Layer, gradients, layer64, make, ours, own_layer, own_product, tf32
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -46,18 +46,6 @@ def test_gradient_of_linear_float32(device: str, leading: tuple[int, ...], allow
     reference.settle(trial)
 
 
-@pytest.mark.gpu
-def test_gradient_of_linear_float32_is_float32() -> None:
-    inputs, grad = [normal(640, 1024, device="cuda"), normal(768, 1024, device="cuda")], normal(640, 768)
-    want = differentiate(F.linear, leaves(*(t.cpu().double() for t in inputs)), grad.double())
-    with tf32(True):
-        got = differentiate(linear_float32, leaves(*inputs), grad)
-    with tf32(False):
-        own = differentiate(F.linear, leaves(*inputs), grad)
-    for of in zip(got, want, own, strict=True):
-        check_float32(*of)
-
-
 def test_second_order_of_linear_float32(device: str) -> None:
     def second(call: Any, *tensors: Tensor) -> list[Tensor]:
         x, w, b = leaves(*tensors)
@@ -86,17 +74,6 @@ def test_gradcheck(device: str, form: dict, scale: tuple[int, ...], training: bo
     assert len(call(*tensors)) == (4 if training else 2)
     assert torch.autograd.gradcheck(call, tensors)
     assert torch.autograd.gradgradcheck(call, tensors)
-
-
-def gradients(call: Any, layer: Layer, grad: Tensor, names: tuple[str, ...] = DIFFERENTIABLE) -> dict[str, Tensor]:
-    tensors = dict(zip(names, leaves(*(getattr(layer, n) for n in names)), strict=True))
-    out = call(replace(layer, **tensors))
-    assert out.requires_grad
-    return dict(zip(names, torch.autograd.grad(out, list(tensors.values()), grad.to(out)), strict=True))
-
-
-def ours(layer: Layer) -> Tensor:
-    return fused(*layer.args())[0]
 
 
 def check_gradients(layer: Layer) -> None:

@@ -11,7 +11,9 @@ import reference
 import torch
 import torch.nn.functional as F
 from helpers import FLOATS, HALVES, close
+from linear_kinds import BY_NAME, layer_by
 from linear_reference import check_form, check_layer, layer64, make, rounded_to_tf32, surrounded
+from torch import Tensor
 
 import attention_ext
 
@@ -77,6 +79,26 @@ def test_empty(device: str, M: int, K: int, F: int, poison: None) -> None:
     close(results[0], layer64(layer)[0])
 
 
+@pytest.mark.parametrize(("dtype", "bn_dtype"), MIXED, ids=str)
+def test_an_empty_batch_when_training(device: str, dtype: torch.dtype, bn_dtype: torch.dtype, poison: None) -> None:
+    """As nn.BatchNorm1d has it: an empty result, gradients of zero, running statistics that stay. The mean of nothing is NaN."""
+    layer = make(0, 5, 4, dtype=dtype, bn_dtype=bn_dtype, device=device)
+    for given in (layer, replace(layer, running_mean=None, running_var=None), replace(layer, weight=layer.weight[:, :0])):
+        given = replace(given, input=given.input[:, : given.weight.size(1)])
+        results = fused(*given.args())
+        check_form(results, given)
+        assert results[1].isnan().all() and results[2].isnan().all()
+    leaves = {n: t.clone().requires_grad_() for n, t in layer.tensors().items() if not n.startswith("running")}
+    results = fused(*replace(layer, **leaves).args())
+    for gradient in torch.autograd.grad(sum(t.sum() for t in results), list(leaves.values())):
+        assert not gradient.any()
+    before = layer.running_mean.clone(), layer.running_var.clone()
+    named = {n: getattr(layer, n) for n in ("running_mean", "running_var", "bn_weight", "bn_bias", "scale")}
+    out = attention_ext.linear_batchnorm_softmax(layer.input, layer.weight, layer.bias, **named, training=True)
+    assert out.shape == (0, 4) and out.dtype == dtype
+    assert torch.equal(before[0], layer.running_mean) and torch.equal(before[1], layer.running_var)
+
+
 def test_no_columns_when_training(device: str) -> None:
     """K = 0: every feature is its bias, without variance."""
     settled(4, 0, 6, device=device)
@@ -110,21 +132,68 @@ def test_layouts(device: str, layout: str, K: int, dtype: torch.dtype, training:
 
 @gpu
 @modes
-@pytest.mark.parametrize("kernel", ["tiled", "split", "sm90_split"])
+@pytest.mark.parametrize("kernel", BY_NAME)
 def test_each_kernel(kernel: str, training: bool, poison_all: None) -> None:
-    if kernel == "sm90_split" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("it needs compute capability 9.0")
-    by = partial(torch.ops.attention_ext._linear_batchnorm_softmax_by, kernel_name=kernel)
+    by = layer_by(kernel)
     reference.settle(lambda: check_layer(make(200, 1000, 130, training=training, device="cuda"), by))
 
 
-def lowered(*args) -> tuple[torch.Tensor, ...]:
+def repeated(operator, *args) -> tuple[Tensor, ...]:
+    """The operator on a hundred times the rows, all of them alike; the statistics, and of the rows the last copy."""
+    rows, features = args[0].size(0), args[1].size(0)
+    out, mean, var, linear = operator(args[0].repeat(100, 1), *args[1:])
+    out, linear = (t.view(100, rows, features) for t in (out, linear))
+    assert all(torch.equal(t, t[:1].expand_as(t)) for t in (out, linear))
+    return out[-1], mean, var, linear[-1]
+
+
+@gpu
+@modes
+@pytest.mark.parametrize(("kernel", "dtype"), [(k, d) for k in BY_NAME for d in (torch.float32, *(() if k == "split" else HALVES))])
+def test_more_than_65535_rows_by_each_kernel(kernel: str, dtype: torch.dtype, training: bool, poison_all: None) -> None:
+    by = partial(repeated, layer_by(kernel))
+    reference.settle(lambda: check_layer(make(700, 520, 5, dtype=dtype, training=training, device="cuda"), by))
+
+
+@gpu
+@pytest.mark.parametrize("which", ["input", "weight"])
+@pytest.mark.parametrize("kernel", BY_NAME[1:])
+def test_nan_in_the_last_of_several_parts(kernel: str, which: str, poison_all: None) -> None:
+    """Terms of 128 rows of K = 70 000 fit into the workspace at once: 3 parts of rows by 2 of features, with statistics each."""
+    layer = make(260, 70_000, 140, scale=(), device="cuda")
+    getattr(layer, which)[-2, -1] = NAN
+    out, *results = layer_by(kernel)(*layer.args())
+    assert out.isnan().all()  # every row has a feature that is NaN
+    _, *want = layer64(layer)
+    for got, right in zip(results, want, strict=True):
+        assert torch.equal(got.isnan().cpu(), right.isnan()) and right.isnan().any()
+        close(got.cpu()[~right.isnan()], right[~right.isnan()], 2e-5)  # four times a chain of 70 000 additions' own error
+
+
+def lowered(*args) -> tuple[Tensor, ...]:
     return fused(rounded_to_tf32(args[0]), rounded_to_tf32(args[1]), *args[2:])
 
 
-def one_feature_off(*args) -> tuple[torch.Tensor, ...]:
+def one_feature_off(*args) -> tuple[Tensor, ...]:
     out, mean, var, linear = fused(*args)
-    linear[:, 0] *= 1 + 2**-12
+    linear[:, int(linear.abs().amax(0).argmax())] *= 1 + 2**-12
+    return out, mean, var, linear
+
+
+def product_kept_in_half(*args) -> tuple[Tensor, ...]:
+    out, mean, var, linear = fused(*args)
+    return out, mean, var, linear.to(args[0].dtype).float()
+
+
+def one_mean_off(*args) -> tuple[Tensor, ...]:
+    out, mean, var, linear = fused(*args)
+    mean[int(mean.abs().argmax())] *= 1 + 2**-9
+    return out, mean, var, linear
+
+
+def largest_of_out_off(*args) -> tuple[Tensor, ...]:
+    out, mean, var, linear = fused(*args)
+    out[:, int(out.amax(0).argmax())] *= 1.2
     return out, mean, var, linear
 
 
@@ -135,6 +204,19 @@ def test_the_rule_refuses_what_is_not_float32(device: str, M: int, K: int, F: in
     """The control: operands rounded to TF32, and a column of the product off by as much, are no close call."""
     with pytest.raises(AssertionError, match="error") as caught:
         check_layer(make(M, K, F, training=training, device=device), wrong)
+    assert caught.type is AssertionError
+
+
+@modes
+@pytest.mark.parametrize("wrong", [one_feature_off, product_kept_in_half, one_mean_off, largest_of_out_off])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize(("M", "K", "F"), [(33, 40, 17), (200, 1000, 130)])
+def test_the_rule_refuses_what_is_not_of_half_types(
+    device: str, M: int, K: int, F: int, dtype: torch.dtype, wrong, training: bool
+) -> None:
+    """The control of half types: sums and statistics are float32's, the result is off by roundings alone."""
+    with pytest.raises(AssertionError) as caught:
+        check_layer(make(M, K, F, dtype=dtype, training=training, device=device), wrong)
     assert caught.type is AssertionError
 
 

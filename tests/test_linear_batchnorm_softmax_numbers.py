@@ -93,6 +93,17 @@ def test_infinite_inputs(device: str, value: float, training: bool) -> None:
     assert torch.equal(out.isnan(), own.isnan()) and out[3].isnan().all()
 
 
+@modes
+def test_an_infinite_scale_of_a_feature(device: str, training: bool) -> None:
+    """As PyTorch's chain: what batch norm gives times -inf, which hides the feature in a row or makes the row NaN."""
+    layer = make(9, scale=(10,), training=training, device=device)
+    layer.scale[2], layer.bn_bias[2] = -INF, 0.0
+    out, want = fused(*layer.args())[0].cpu(), layer64(layer)[0]
+    nan = want.isnan()
+    assert torch.equal(out.isnan(), nan) and nan.any() and (want[:, 2] == 0).any()
+    close(out[~nan], want[~nan], 1e-5)
+
+
 def test_a_row_of_minus_infinity_is_nan(device: str) -> None:
     """As torch.softmax has it: unlike attention, there is nothing here that is not visible."""
     layer = make(training=False, device=device)

@@ -9,13 +9,15 @@ import reference
 import torch
 import torch.nn.functional as F
 from helpers import normal
-from linear_reference import check_float32, check_nonfinite, own_product, product64, rounded_to_tf32, surrounded, tf32
+from linear_kinds import BY_NAME, EVERYWHERE, SIZE, by, inputs, on, size_on
+from linear_reference import check_float32, check_nonfinite, check_products, own_product, product64, surrounded
 from torch import Tensor
 
 import attention_ext
 
 linear_float32 = torch.ops.attention_ext.linear_float32
 gpu = pytest.mark.gpu
+long_and_short = pytest.mark.parametrize("K", [40, 600])  # sums by terms, where a card has them, and on plain cores
 INF, NAN = math.inf, math.nan
 
 
@@ -73,6 +75,20 @@ def test_more_than_65535_of_each(device: str, M: int, K: int, N: int, poison: No
     reference.settle(lambda: compare(normal(M, K, device=device), normal(N, K, device=device)))
 
 
+@pytest.mark.parametrize("kernel", BY_NAME)
+@gpu
+def test_more_than_65535_rows_by_each_kernel(kernel: str, poison_all: None) -> None:
+    """A hundred times the same 700 rows, in tiles of other rows each time."""
+
+    def trial() -> None:
+        few, weight, bias = normal(700, 520, device="cuda"), normal(5, 520, device="cuda"), normal(5, device="cuda")
+        out = by(kernel, few.repeat(100, 1), weight, bias).view(100, 700, 5)
+        assert torch.equal(out, out[:1].expand_as(out))
+        reference.check_error("out", out[-1], product64(few, weight, bias), own_product(few, weight, bias))
+
+    reference.settle(trial)
+
+
 LAYOUTS = {
     "plain": lambda t: t,
     "surrounded": surrounded,
@@ -124,103 +140,6 @@ def test_inputs_are_left_alone(device: str) -> None:
     assert torch.equal(out, attention_ext.linear_float32(*tensors))
 
 
-SIZE = (256, 2048, 512)  # M, K, N of the tests of accuracy
-
-
-def inputs(kind: str, device: str, M: int, K: int, N: int) -> tuple[Tensor, Tensor]:
-    """input (M, K) and weight (N, K)."""
-    x, w = (torch.rand if kind == "uniform" else torch.randn)(M, K), (torch.rand if kind == "uniform" else torch.randn)(N, K)
-    columns = torch.logspace(-15, 15, K)[torch.randperm(K)]
-    rows, rows_of_weight = (torch.where(torch.arange(size) % 2 == 0, 1e-20, 1e15)[:, None] for size in (M, N))
-    outlier = (torch.arange(N)[:, None] == N // 2) & (torch.arange(K) == 0)  # of one feature: the others hide it in their rows
-    scaled = {
-        "1e-20": lambda: (x * 1e-20, w),
-        "1e15": lambda: (x * 1e15, w),
-        "both 1e15": lambda: (x * 1e15, w * 1e15),
-        "1e-20 and 1e15": lambda: (x * 1e-20, w * 1e15),
-        "rows of two scales": lambda: (x * rows, w),
-        "rows of two scales in both": lambda: (x * rows, w * rows_of_weight),
-        "scales within a row": lambda: (x * torch.where(torch.rand(M, K) < 0.5, 1e-20, 1e15), w),
-        "columns of opposite scales": lambda: (x * columns, w / columns),
-        "one large column": lambda: (torch.where(torch.arange(K) == 3, x * 1e10, x), w),
-        "one-hot": lambda: (F.one_hot(torch.arange(M) % K, K).float(), w),
-        "rows of zeros": lambda: (x * (torch.arange(M) % 3 > 0).float()[:, None], w),
-        "zeros": lambda: (x * 0.0, w),
-        "integers": lambda: ((x * 8).round(), (w * 8).round()),
-        "outlier against zeros": lambda: (x * (torch.arange(K) > 0), torch.where(outlier, w * 1e12, w)),
-        "outlier against small": lambda: (torch.where(torch.arange(K) == 0, x * 1e-8, x), torch.where(outlier, w * 1e8, w)),
-        "cancelling": lambda: (torch.cat([x[:, : K // 2], -x[:, : K // 2] * (1 + 2**-20)], 1), torch.cat([w[:, : K // 2]] * 2, 1)),
-    }.get(kind, lambda: (x, w))()
-    return scaled[0].to(device), scaled[1].to(device)
-
-
-KINDS = ["normal", "uniform", "1e-20", "1e15", "both 1e15", "1e-20 and 1e15", "rows of two scales", "rows of two scales in both"]
-KINDS += ["scales within a row", "columns of opposite scales", "one large column", "one-hot", "rows of zeros", "zeros", "integers"]
-KINDS += ["cancelling", "outlier against zeros", "outlier against small"]
-
-
-# One product makes a sum, or all have one sign: PyTorch's error is next to nothing, and that of a product of split numbers shows.
-FEW_ROUNDINGS = ("uniform", "columns of opposite scales", "one large column", "one-hot")
-FEW_ROUNDINGS += ("outlier against zeros", "outlier against small")  # what is made anew has other roundings than PyTorch's
-
-
-def check_products(got: Tensor, want: Tensor, base: Tensor) -> None:
-    """Within twice PyTorch's error and four units in the last place, three roundings of operands and terms and one of the sum."""
-    error, bound = reference.errors(got, want)[0], reference.errors(base, want)[0]
-    limit = 2 * bound + 4 * reference.ulp(torch.float32, reference.largest(want))
-    assert error <= limit, f"error {error:.3e}, PyTorch's {bound:.3e}, limit {limit:.3e}"
-
-
-def size_on(device: str) -> tuple[int, int, int]:
-    return SIZE if device == "cuda" else (32, 256, 48)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_accuracy(device: str, kind: str, poison: None) -> None:
-    x, w = inputs(kind, device, *size_on(device))
-    with tf32(True):
-        out = linear_float32(x, w)
-    if kind in FEW_ROUNDINGS:
-        check_products(out, product64(x, w), own_product(x, w))
-    else:
-        check_float32(out, product64(x, w), own_product(x, w))
-    with tf32(False):
-        assert torch.equal(out, linear_float32(x, w)), "torch's TF32 setting does not matter"
-
-
-@pytest.mark.parametrize("kind", ["normal", "uniform", "columns of opposite scales", "one-hot", "rows of two scales"])
-@pytest.mark.parametrize("sizes", [(1, 512, 64), (17, 100, 33), (100, 4096, 72), (1000, 64, 1000)], ids=str)
-@gpu
-def test_accuracy_at_other_sizes(kind: str, sizes: tuple[int, int, int]) -> None:
-    """Where PyTorch may split a sum among processors, or has few roundings."""
-    x, w = inputs(kind, "cuda", *sizes)
-    check_products(linear_float32(x, w), product64(x, w), own_product(x, w))
-
-
-def by(kernel: str, x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    if kernel == "sm90_split" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("it needs compute capability 9.0")
-    out: Tensor = torch.ops.attention_ext._linear_float32_by(x, w, bias, kernel)
-    return out
-
-
-BY_NAME = ["tiled", "split", "sm90_split"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sizes", [(1, 8, 64), (33, 100, 1000), (130, 600, 257), SIZE], ids=str)
-@pytest.mark.parametrize("kernel", BY_NAME)
-@gpu
-def test_accuracy_of_each_kernel(kernel: str, sizes: tuple[int, int, int], kind: str, poison_all: None) -> None:
-    x, w = inputs(kind, "cuda", *sizes)
-    bias = None if kind in ("zeros", "1e-20", "scales within a row") else normal(sizes[2], device="cuda")
-    out, want, base = by(kernel, x, w, bias), product64(x, w, bias), own_product(x, w, bias)
-    check_products(out, want, base)
-    if kernel != "tiled" and sizes == SIZE and kind not in FEW_ROUNDINGS:
-        check_float32(out, want, base)
-    assert torch.equal(out, by(kernel, x, w, bias)), "the same product twice"
-
-
 @pytest.mark.parametrize("kernel", BY_NAME[1:])
 @gpu
 def test_several_parts(kernel: str, poison_all: None) -> None:
@@ -248,32 +167,6 @@ def test_kernels_that_are_none() -> None:
             by(kernel, x, w)
 
 
-@pytest.mark.parametrize("wrong", ["TF32", "zeros", "one element", "one row", "float16"])
-@pytest.mark.parametrize("kind", ["normal", "uniform", "1e15", "rows of two scales"])
-def test_the_rule_of_accuracy_refuses_what_is_not_float32(device: str, kind: str, wrong: str) -> None:
-    """The control: plain TF32 is past the limit; so are zeros, an element off by 1 % of its row, a row of zeros, half operands."""
-    x, w = inputs(kind, device, *size_on(device))
-    base, want = own_product(x, w), product64(x, w)
-    check_float32(base, want, base)
-    bad = base.clone()
-    if wrong == "TF32" and device == "cuda":
-        with tf32(True):
-            bad = F.linear(x, w)
-    elif wrong == "TF32":
-        bad = F.linear(rounded_to_tf32(x), rounded_to_tf32(w))
-    elif wrong == "zeros":
-        bad.zero_()
-    elif wrong == "one element":
-        bad[3, 5] += 0.01 * base[3].norm()
-    elif wrong == "one row":
-        bad[4] = 0.0
-    else:
-        row, column = x.abs().amax(1, keepdim=True), w.abs().amax(1, keepdim=True)
-        bad = ((x / row).half().float() @ (w / column).half().float().mT) * row * column.mT
-    with pytest.raises(AssertionError, match="error"):
-        check_float32(bad, want, base)
-
-
 SPECIAL = {
     "inf in the input": ([(3, 7, INF), (4, 0, -INF)], []),
     "inf in the weight": ([], [(2, 5, INF), (9, 9, -INF)]),
@@ -295,20 +188,26 @@ def test_infinities_and_nan(device: str, case: str) -> None:
     check_nonfinite(linear_float32(x, w), own_product(x, w), product64(x, w))
 
 
-def test_overflow(device: str) -> None:
+@long_and_short
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_overflow(where: str, K: int) -> None:
     """Products past float32's largest number are infinite; those that come near it are not."""
-    x, w = torch.ones(64, 40, device=device), torch.ones(48, 40, device=device)
+    device, product = on(where)
+    x, w = torch.ones(64, K, device=device), torch.ones(48, K, device=device)
     x[::2] = 3e38
     w[::3] = -3.0
-    check_nonfinite(linear_float32(x, w), own_product(x, w), product64(x, w))
-    x = torch.zeros(64, 40, device=device)
-    x[:, 3], w[:] = 3.3e38, 1.0
-    assert torch.equal(linear_float32(x, w), x[:, 3:4].expand(64, 48))
+    check_nonfinite(product(x, w), own_product(x, w), product64(x, w))
+    x = torch.zeros(64, K, device=device)
+    x[:, 3], w[:] = (2 - 2**-20) * 2.0**127, 1.0  # 21 significant bits, which two half terms hold
+    assert torch.equal(product(x, w), x[:, 3:4].expand(64, 48))
 
 
-def test_infinite_bias(device: str) -> None:
-    x, w = inputs("normal", device, 16, 32, 8)
-    out = linear_float32(x, w, torch.tensor([INF, -INF, NAN, 0, 0, 0, 0, 1e38], device=device))
+@long_and_short
+@pytest.mark.parametrize("where", EVERYWHERE)
+def test_infinite_bias(where: str, K: int) -> None:
+    device, product = on(where)
+    x, w = inputs("normal", device, 16, K, 8)
+    out = product(x, w, torch.tensor([INF, -INF, NAN, 0, 0, 0, 0, 1e38], device=device))
     assert (out[:, 0] == INF).all() and (out[:, 1] == -INF).all() and out[:, 2].isnan().all() and out[:, 3:].isfinite().all()
 
 

@@ -4,66 +4,16 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 
 import pytest
 import torch
 from helpers import HALVES, close, normal
+from nn_pairs import SCALES, check_buffers, pair, switches
 from torch import Tensor, nn
-from torch.export import Dim, export
 
 import attention_ext
 from attention_ext.nn import LinearBatchNormSoftmax
-
-SWITCHES = {
-    "default": {},
-    "no affine": {"affine": False},
-    "cumulative average": {"momentum": None},
-    "momentum 0.9": {"momentum": 0.9},
-    "momentum 1": {"momentum": 1.0},
-    "no statistics": {"track_running_stats": False},
-    "nothing": {"affine": False, "track_running_stats": False},
-    "eps": {"eps": 1e-1},
-}
-switches = pytest.mark.parametrize("switch", SWITCHES)
-SCALES = {
-    "parameter": lambda: nn.Parameter(torch.tensor([0.7])),
-    "per feature": lambda: nn.Parameter(torch.linspace(-2, 2, 6)),
-    "tensor": lambda: torch.tensor(-1.5),
-    "number": lambda: 2,
-}
-
-
-class Chain(nn.Module):
-    """PyTorch's own."""
-
-    def __init__(self, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | float) -> None:
-        super().__init__()
-        self.linear, self.bn, self.scale = linear, bn, scale
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.softmax(self.scale * self.bn(self.linear(x)), 1)
-
-
-def pair(device: str = "cpu", switch: str = "default", scale: str = "parameter", bias: bool = True) -> tuple[nn.Module, nn.Module]:
-    """Ours and PyTorch's chain over copies of the same three."""
-    linear, bn, factor = nn.Linear(8, 6, bias=bias), nn.BatchNorm1d(6, **SWITCHES[switch]), SCALES[scale]()
-    for tensor in (bn.weight, bn.bias):
-        if tensor is not None:
-            nn.init.normal_(tensor)
-    own = Chain(*copy.deepcopy((linear, bn, factor)))
-    if isinstance(own.scale, Tensor):
-        own.scale.data = own.scale.data.to(device)
-    return LinearBatchNormSoftmax(linear, bn, factor).to(device), own.to(device)
-
-
-def check_buffers(ours: nn.Module, own: nn.Module, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    mine, right = ours.bn.state_dict(), own.bn.state_dict()
-    assert list(mine) == list(right)
-    for name, tensor in right.items():
-        assert mine[name].dtype == tensor.dtype
-        torch.testing.assert_close(mine[name], tensor, rtol=rtol, atol=atol, msg=name)
 
 
 def train(ours: nn.Module, own: nn.Module, batches: tuple[int, ...], dtype: torch.dtype, tolerance: dict[str, float]) -> None:
@@ -88,15 +38,15 @@ def train(ours: nn.Module, own: nn.Module, batches: tuple[int, ...], dtype: torc
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("bias", [True, False])
 def test_training_then_evaluation(device: str, switch: str, scale: str, bias: bool) -> None:
-    """A step of training in float32, three in float64 with batches of different sizes, then evaluation: all as PyTorch's."""
+    """A step of training in float32, four in float64 with batches of different sizes, one of them empty, then evaluation."""
     ours, own = pair(device, switch, scale, bias)
     train(ours, own, (8,), torch.float32, {"rtol": 1e-3, "atol": 1e-4})
     exact = {"rtol": 1e-9, "atol": 1e-10}
     ours, own = (module.double() for module in pair(device, switch, scale, bias))
-    train(ours, own, (5, 9, 4), torch.float64, exact)
+    train(ours, own, (5, 0, 9, 4), torch.float64, exact)
     ours.eval(), own.eval()
     before = copy.deepcopy(ours.state_dict())
-    for rows in (7, 2, *([1, 0] if ours.bn.running_mean is not None else [])):
+    for rows in (7, 2, 0, *([1] if ours.bn.running_mean is not None else [])):
         x = normal(rows, 8, dtype=torch.float64, device=device)
         torch.testing.assert_close(ours(x), own(x), **exact)
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items()), "evaluation changes nothing"
@@ -112,6 +62,19 @@ def test_one_row_for_batch_statistics_is_a_value_error(device: str, switch: str)
         with pytest.raises(ValueError, match="more than 1 value per channel when training"):
             module(normal(1, 8, device=device))
     assert all(torch.equal(tensor, before[name]) for name, tensor in ours.state_dict().items())
+
+
+@switches
+def test_an_empty_batch(device: str, switch: str) -> None:
+    """It is counted; nothing else changes, also where the first batch of a cumulative average is empty."""
+    ours, own = pair(device, switch)
+    before = {name: t.clone() for name, t in ours.bn.named_buffers()}
+    for rows in (0, 0, 5):
+        x = normal(rows, 8, device=device)
+        torch.testing.assert_close(ours(x), own(x), rtol=1e-3, atol=1e-4)
+        check_buffers(ours, own)
+        for name, tensor in ours.bn.named_buffers() if rows == 0 else ():
+            assert name == "num_batches_tracked" or torch.equal(tensor, before[name])
 
 
 def test_the_mode_is_that_of_bn(device: str) -> None:
@@ -235,61 +198,6 @@ def test_half_operands_with_the_rest_in_float32(device: str) -> None:
     ours.linear.half()
     out = ours(normal(9, 8, dtype=torch.float16, device=device))
     assert out.dtype == torch.float16 and ours.bn.running_mean.dtype == torch.float32 and out.isfinite().all()
-
-
-@switches
-def test_compiled(device: str, switch: str) -> None:
-    """One graph, buffers and the count of batches included."""
-    ours, own = pair(device, switch)
-    torch._dynamo.reset()
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    for rows in (5, 9, 9):
-        x = normal(rows, 8, device=device)
-        torch.testing.assert_close(compiled(x), own(x), rtol=1e-4, atol=1e-5)
-        check_buffers(ours, own)
-    ours.eval(), own.eval()
-    torch.testing.assert_close(compiled(x), own(x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("switch", ["default", "cumulative average", "nothing"])
-@pytest.mark.parametrize("training", [True, False])
-def test_exported(device: str, switch: str, training: bool) -> None:
-    ours, own = pair(device, switch)
-    ours.train(training), own.train(training)
-    rows = Dim("rows", min=2, max=1024)
-    program = export(copy.deepcopy(ours), (normal(5, 8, device=device),), dynamic_shapes=({0: rows},))
-    module = program.module()
-    for n in (2, 7, 1024):
-        x = normal(n, 8, device=device)
-        torch.testing.assert_close(module(x), own(x), rtol=1e-3, atol=1e-5)
-    for name, tensor in own.bn.named_buffers():
-        torch.testing.assert_close(module.get_buffer(f"bn.{name}"), tensor, rtol=1e-4, atol=1e-6)
-
-
-def test_parametrizations(device: str) -> None:
-    ours, own = pair(device)
-    for module in (ours, own):
-        nn.utils.parametrizations.weight_norm(module.linear)
-        nn.utils.parametrize.register_parametrization(module.bn, "weight", nn.Softplus())
-    x = normal(5, 8, device=device)
-    grads = []
-    for module in (ours, own):
-        out = module(x)
-        grads.append([out, *torch.autograd.grad(out.square().sum(), list(module.linear.parameters()))])
-    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
-
-
-def test_autocast(device: str) -> None:
-    for scale, region in itertools.product(SCALES, HALVES):
-        ours, own = pair(device, scale=scale)
-        x = normal(5, 8, device=device)
-        with torch.autocast(device, dtype=region):
-            out, right = ours(x), own(x)
-        assert out.dtype == right.dtype
-        torch.testing.assert_close(out, right, rtol=0.0, atol=0.05)
-        assert ours.bn.running_mean.dtype == torch.float32
-        out.float().square().sum().backward()
-        assert ours.linear.weight.grad.dtype == torch.float32
 
 
 class Doubled(nn.Linear):

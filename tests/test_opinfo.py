@@ -1,11 +1,15 @@
 """PyTorch's own sample inputs for scaled_dot_product_attention (OpInfo), and samples of the same kind that it lacks.
 
-Reading OpInfo needs NumPy and expecttest, which torch.testing._internal imports; without them those samples are skipped.
+torch.testing._internal imports NumPy, without which PyTorch's samples are skipped, and expecttest, which may be missing.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+import sys
+import types
+import unittest
 from functools import partial
 
 import pytest
@@ -21,13 +25,26 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 Sample = tuple[list[Tensor | None], dict]
 
 
+def opinfo() -> list:
+    """PyTorch's records of its operators.
+
+    Of expecttest their import takes a base class for tests, so a stand-in serves. It would also forbid this process, other tests
+    included, to set the flags of torch.backends.
+    """
+    pytest.importorskip("numpy", reason="torch.testing._internal needs NumPy")
+    with pytest.MonkeyPatch.context() as patch:
+        if importlib.util.find_spec("expecttest") is None:
+            stand_in = types.ModuleType("expecttest")
+            stand_in.TestCase = unittest.TestCase
+            patch.setitem(sys.modules, "expecttest", stand_in)
+        patch.setattr(torch.backends, "disable_global_flags", lambda: None)
+        from torch.testing._internal.common_methods_invocations import op_db
+    return op_db
+
+
 def of_pytorch(device: str, dtype: torch.dtype) -> list[Sample]:
     """[query, key, value, attn_mask], options."""
-    for module in ("numpy", "expecttest"):
-        pytest.importorskip(module, reason=f"torch.testing._internal needs {module}")
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    (info,) = (op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+    (info,) = (op for op in opinfo() if op.name == "nn.functional.scaled_dot_product_attention")
     samples = []
     for sample in info.sample_inputs(device, dtype, requires_grad=True):
         options = dict(sample.kwargs)
@@ -94,7 +111,7 @@ def test_samples(device: str, dtype: torch.dtype, samples) -> None:
 
 
 def test_without_opinfo(device: str) -> None:
-    """The shapes of PyTorch's samples, spelt out, so that they are covered where NumPy is not to be had."""
+    """The shapes of PyTorch's samples, spelt out, so that they are covered without NumPy."""
     for batch, heads in (((), (4,)), ((4,), (4,))):
         for causal, gqa in itertools.product((False, True), repeat=2):
             q, k, v = leaves(*qkv(batch, heads, L=3, S=6, E=8, device=device))

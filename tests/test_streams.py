@@ -1,18 +1,23 @@
-"""On the GPU: every launch is on the current stream, graphs record all of it, and errors of the card are named."""
+"""On the GPU: every launch is on the current stream, graphs record all of it, and errors of the card are named.
+
+By the plan's choice and by each kernel of a name (forced.py).
+"""
 
 from __future__ import annotations
 
 import threading
+from functools import partial
 
 import pytest
 import reference
 import torch
-from helpers import HALVES, close, leaves, normal, qkv, run, sdpa, sdpa_forward, sdpa_with_lse
-
-import attention_ext
+from forced import AUTO, CAP, attend, attend_with_lse, by_kernel, needs, workspace
+from helpers import HALVES, close, leaves, normal, qkv, run, sdpa, sdpa_forward
+from kernels import KERNELS, Kernel
 
 pytestmark = pytest.mark.gpu
 KINDS = [{}, {"is_causal": True}, {"enable_gqa": True}]
+NAMED = [kernel for kernel in KERNELS if kernel.device == "cuda"]
 
 
 def wanted(q, k, v, options):
@@ -20,40 +25,42 @@ def wanted(q, k, v, options):
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-@pytest.mark.parametrize("E", [64, 512])
-def test_side_stream(E: int, options: dict) -> None:
+@pytest.mark.parametrize(("kernel", "dtype", "E"), by_kernel((torch.float16,), (torch.float16,), (64, 512)))
+def test_side_stream(kernel: Kernel, dtype: torch.dtype, E: int, options: dict) -> None:
     """The inputs appear late on the side stream; a launch elsewhere would read them too early."""
-    q, k, v = qkv((1,), (2, 1) if options.get("enable_gqa") else (2,), L=128, E=E, dtype=torch.float16, device="cuda")
-    sdpa(q, k, v, **options)
+    q, k, v = qkv((1,), (2, 1) if options.get("enable_gqa") else (2,), L=128, E=E, dtype=dtype, device="cuda")
+    needs(kernel, q, k, v, options.get("enable_gqa", False))
+    attend(kernel, q, k, v, **options)
     x, stream = torch.zeros_like(q), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(200_000_000)
         x.copy_(q * 2)
-        out = sdpa(x, k, v, **options)
+        out = attend(kernel, x, k, v, **options)
     stream.synchronize()
     close(out, wanted(q * 2, k, v, options), 4 * torch.finfo(out.dtype).eps)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
-@pytest.mark.parametrize("E", [64, 512])
-def test_graph_replays_with_new_inputs(E: int, dtype: torch.dtype, options: dict) -> None:
+@pytest.mark.parametrize(("kernel", "dtype", "E"), by_kernel((torch.float32, *HALVES), head_dims=(64, 512)))
+def test_graph_replays_with_new_inputs(kernel: Kernel, dtype: torch.dtype, E: int, options: dict) -> None:
     inputs = leaves(*qkv((1,), (2, 1) if options.get("enable_gqa") else (2,), L=130, E=E, dtype=dtype, device="cuda"))
+    needs(kernel, *inputs, options.get("enable_gqa", False))
+    op = partial(attend, kernel)
     grad = normal(1, 2, 130, E, dtype=dtype, device="cuda")
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run(sdpa, inputs, grad, **options)
+        run(op, inputs, grad, **options)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, grads = run(sdpa, inputs, grad, **options)
+        out, grads = run(op, inputs, grad, **options)
     with torch.no_grad():
         for t in (*inputs, grad):
             t.copy_(torch.randn_like(t))
     graph.replay()
-    fresh, fresh_grads = run(sdpa, leaves(*(t.detach().clone() for t in inputs)), grad, **options)
+    fresh, fresh_grads = run(op, leaves(*(t.detach().clone() for t in inputs)), grad, **options)
     close(out, wanted(*inputs, options), 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5)
     for a, b in zip((out, *grads), (fresh, *fresh_grads), strict=True):
         close(a, b, 8 * torch.finfo(dtype).eps)
@@ -74,19 +81,20 @@ def masked(kind: str, L: int, S: int, dtype: torch.dtype) -> torch.Tensor:
     }[kind]()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize(("kernel", "dtype"), by_kernel((torch.float32, *HALVES)))
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize("p", [0.0, 0.4])
-def test_graph_with_masks_and_dropout(kind: str, dtype: torch.dtype, p: float) -> None:
+def test_graph_with_masks_and_dropout(kernel: Kernel, dtype: torch.dtype, kind: str, p: float) -> None:
     """out, lse and every gradient of a replay, the mask's too, are those of an eager call with the same inputs and seed."""
     L, S = 70, 133
     inputs = leaves(*qkv(L=L, S=S, E=64, dtype=dtype, device="cuda"), masked(kind, L, S, dtype))
+    needs(kernel, *inputs[:3])
     grad, grad_lse = normal(2, 3, L, 64, dtype=dtype, device="cuda"), normal(2, 3, L, device="cuda")
     wanted = [t for t in inputs if t.requires_grad]
     seed = torch.tensor([0], device="cuda")
 
     def step() -> list[torch.Tensor]:
-        out, lse = sdpa_forward(*inputs, seed if p else None, p, False)
+        out, lse = attend_with_lse(kernel, *inputs, p, seed=seed if p else None)
         return [out, lse, *torch.autograd.grad((out, lse), wanted, (grad, grad_lse))]
 
     stream = torch.cuda.Stream()
@@ -110,15 +118,17 @@ def test_graph_with_masks_and_dropout(kind: str, dtype: torch.dtype, p: float) -
     assert not torch.equal(*seen)
 
 
-def test_side_stream_of_the_backward_pass() -> None:
+@pytest.mark.parametrize(("kernel", "dtype"), by_kernel((torch.float16,), (torch.float16,)))
+def test_side_stream_of_the_backward_pass(kernel: Kernel, dtype: torch.dtype) -> None:
     """The incoming gradient appears late on the side stream, and autograd runs the backward pass on the stream of the forward."""
-    inputs = leaves(*qkv((1,), (2,), L=128, E=64, dtype=torch.float16, device="cuda"))
-    grad = normal(1, 2, 128, 64, dtype=torch.float16, device="cuda")
-    _, want = run(sdpa, inputs, grad)
+    inputs = leaves(*qkv((1,), (2,), L=128, E=64, dtype=dtype, device="cuda"))
+    needs(kernel, *inputs)
+    grad = normal(1, 2, 128, 64, dtype=dtype, device="cuda")
+    _, want = run(partial(attend, kernel), inputs, grad)
     late, stream = torch.zeros_like(grad), torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        out = sdpa(*inputs)
+        out = attend(kernel, *inputs)
         torch.cuda._sleep(200_000_000)
         late.copy_(grad)
         grads = torch.autograd.grad(out, inputs, late)
@@ -126,16 +136,19 @@ def test_side_stream_of_the_backward_pass() -> None:
     assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
 
 
-def test_threads_on_streams_of_their_own() -> None:
-    inputs, grad = qkv(L=130, E=64, dtype=torch.float16, device="cuda"), normal(2, 3, 130, 64, dtype=torch.float16, device="cuda")
-    out, grads = run(sdpa, leaves(*inputs), grad, is_causal=True)
+@pytest.mark.parametrize(("kernel", "dtype"), by_kernel((torch.float16,), (torch.float16,)))
+def test_threads_on_streams_of_their_own(kernel: Kernel, dtype: torch.dtype) -> None:
+    inputs, grad = qkv(L=130, E=64, dtype=dtype, device="cuda"), normal(2, 3, 130, 64, dtype=dtype, device="cuda")
+    needs(kernel, *inputs)
+    op = partial(attend, kernel)
+    out, grads = run(op, leaves(*inputs), grad, is_causal=True)
     torch.cuda.synchronize()
     wrong: list[int] = []
 
     def work(number: int) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
             for _ in range(20):
-                got, got_grads = run(sdpa, leaves(*inputs), grad, is_causal=True)
+                got, got_grads = run(op, leaves(*inputs), grad, is_causal=True)
                 if not all(torch.equal(a, b) for a, b in zip((got, *got_grads), (out, *grads), strict=True)):
                     wrong.append(number)
 
@@ -161,18 +174,25 @@ QUIET = {
 }
 
 
-def quiet(name: str) -> tuple[list[torch.Tensor], dict]:
+def quiet(kernel: Kernel, name: str) -> tuple[list[torch.Tensor], dict]:
     case = dict(QUIET[name])
     dtype, kind = case.pop("dtype", torch.float16), case.pop("mask", None)
     inputs = list(qkv(heads=case.pop("heads", (3,)), L=70, S=133, E=case.pop("E", 64), dtype=dtype, device="cuda"))
+    needs(kernel, *inputs, case.get("enable_gqa", False))
     return [*inputs, masked(kind, 70, 133, dtype) if kind else None], case
 
 
-@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
-@pytest.mark.parametrize("name", QUIET)
-def test_no_synchronisation(name: str, op) -> None:
-    inputs, options = quiet(name)
-    first = (lambda *t, **o: op(*t, **o)[0]) if op is sdpa_with_lse else op
+def by_name(kernels: list[Kernel], *more: bool) -> list:
+    """(kernel, name, *more) for the cases of QUIET whose dtype and head dim it takes."""
+    cases = {name: (case.get("dtype", torch.float16), case.get("E", 64)) for name, case in QUIET.items()}
+    rows = [(kernel, name) for kernel in kernels for name, (dtype, E) in cases.items() if kernel.takes_sizes(dtype, E, E)]
+    return [pytest.param(kernel, name, *more, id="-".join(map(str, (kernel.name, name, *more)))) for kernel, name in rows]
+
+
+@pytest.mark.parametrize(("kernel", "name", "with_lse"), [*by_name([AUTO["cuda"], *NAMED], False), *by_name([AUTO["cuda"]], True)])
+def test_no_synchronisation(kernel: Kernel, name: str, with_lse: bool) -> None:
+    inputs, options = quiet(kernel, name)
+    first = (lambda *t, **o: attend_with_lse(kernel, *t, **o)[0]) if with_lse else partial(attend, kernel)
     grad = torch.ones_like(first(*inputs, **options))
     run(first, leaves(*inputs), grad, **options)
     torch.cuda.set_sync_debug_mode("error")
@@ -182,25 +202,44 @@ def test_no_synchronisation(name: str, op) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("name", QUIET)
-def test_no_hidden_allocation(name: str) -> None:
+@pytest.mark.parametrize(("kernel", "name"), by_name([AUTO["cuda"], *NAMED]))
+def test_no_hidden_allocation(kernel: Kernel, name: str) -> None:
     """After a call torch's allocator holds its results and nothing else; during it, no more than explain says beside them."""
-    inputs, options = quiet(name)
-    sdpa(*inputs, **options)
+    inputs, options = quiet(kernel, name)
+    attend(kernel, *inputs, **options)
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats
     retries = stats()["num_alloc_retries"]
     torch.cuda.reset_peak_memory_stats()
     before = stats()["requested_bytes.all.current"]
-    out = sdpa(*inputs, **options)
+    out = attend(kernel, *inputs, **options)
     assert stats()["requested_bytes.all.current"] - before == out.nbytes
     rows = 8 * out.shape[:-1].numel()  # the log-sum-exp, and at most as much again
-    limit = out.nbytes + rows + attention_ext.explain(*inputs, **options).workspace + 2048
+    limit = out.nbytes + rows + workspace(kernel, *inputs, **options) + 2048
     assert stats()["requested_bytes.all.peak"] - before <= limit
-    grads = run(sdpa, leaves(*inputs), torch.ones_like(out), **options)[1]
+    grads = run(partial(attend, kernel), leaves(*inputs), torch.ones_like(out), **options)[1]
     held = out.nbytes + sum(g.nbytes for g in grads)
     assert stats()["requested_bytes.all.current"] - before == held, "a backward pass keeps its gradients and nothing else"
     assert stats()["num_alloc_retries"] == retries
+
+
+@pytest.mark.parametrize(("kernel", "dtype", "E"), by_kernel((torch.bfloat16,), (torch.bfloat16,), (64, 512)))
+@pytest.mark.parametrize("masked_by", [None, "bool", "float"])
+def test_memory_of_a_forward_pass_is_linear_in_length(kernel: Kernel, dtype: torch.dtype, E: int, masked_by: str | None) -> None:
+    """Grouped heads, a broadcast mask: all scores in half precision would be 4.3 GB."""
+    L = 8192
+    q, k = (torch.randn(1, heads, L, E, dtype=dtype, device="cuda") for heads in (32, 4))
+    needs(kernel, q, k, k, enable_gqa=True)
+    row = torch.zeros(1, 1, 1, L, device="cuda", dtype=dtype)
+    mask = None if masked_by is None else row if masked_by == "float" else (row == 0).expand(1, 32, L, L)
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats
+    torch.cuda.reset_peak_memory_stats()
+    before = stats()["requested_bytes.all.current"]
+    out, lse = attend_with_lse(kernel, q, k, k, mask, enable_gqa=True)
+    extra = stats()["requested_bytes.all.peak"] - before - out.nbytes - lse.nbytes
+    planned = workspace(kernel, q, k, k, mask, enable_gqa=True)
+    assert planned <= CAP and extra <= planned + 2048
 
 
 @pytest.mark.parametrize("E", [64, 512])

@@ -161,8 +161,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor in
   Tensor linear_out = allocate({M, N}, contiguous_strides({M, N}), accumulator, device);
   Tensor mean = allocate({N}, {1}, accumulator, device), var = allocate({N}, {1}, accumulator, device);
   const int64_t parts = (M + kStatisticsRows - 1) / kStatisticsRows, bytes = accumulator_bytes(params.type);
-  Tensor statistics = allocate_bytes(training ? parts * N * 2 * bytes : 0, device);
-  Tensor coefficients = allocate_bytes(4 * N * bytes, device);  // center, factor, shift, scale
+  Tensor statistics =
+      allocate_bytes(training ? std::max<int64_t>(parts * N * 2 * bytes, 1) : 0, device);  // null: the running ones
+  Tensor coefficients = allocate_bytes(4 * N * bytes, device);                             // center, factor, shift, scale
   params.out = data_of(linear_out);
   params.statistics = training ? data_of(statistics) : nullptr;
   norm.statistics = params.statistics;

@@ -31,7 +31,7 @@ struct LinearParams {
 };
 
 // A row's exponent, or one of the two below, and the magnitude of the sum of what its terms leave out of elements so small that it is no
-// mere share of them, in units of 2^exponent.
+// mere share of them, in units of 2^exponent: as it is or beside partners of the elements' signs, the larger.
 struct TermsRow {
   int32_t exponent;
   float left_out;

@@ -4,7 +4,7 @@
 // high = half(x / 2^exponent), low = half(x / 2^exponent - high): right to 2^-23 of the element, or to 2^-39 of the row's largest where
 // that is more.
 // Rows with an infinity or a NaN, and rows of zeros, are marked by their exponent; their terms are what comes of it.
-// Rows up to 8192 are read once, wider ones twice. Grid: one CTA of 256 threads per row. Shared memory: 64 bytes.
+// Rows up to 8192 are read once, wider ones twice. Grid: one CTA of 256 threads per row. Shared memory: 96 bytes.
 #include <cuda_fp16.h>
 
 #include "../device/math.cuh"
@@ -26,7 +26,7 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __int_as_fl
 template <bool kCached>
 __global__ void __launch_bounds__(kThreads) split_rows_kernel(const __grid_constant__ SplitRowsParams p) {
   __shared__ uint32_t s_largest[kThreads / 32];
-  __shared__ float s_left_out[kThreads / 32];
+  __shared__ float s_left_out[2][kThreads / 32];
   const int64_t row = blockIdx.x, pitch = (p.cols + 7) / 8 * 8;
   const float* g_row = static_cast<const float*>(p.source.data) + row * p.source.row_stride;
   const int cols = static_cast<int>(p.cols);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) split_rows_kernel(const __grid_const
   const float first = power_of_two(-exponent / 2), second = power_of_two(-exponent - -exponent / 2);
   __half* g_high = static_cast<__half*>(p.terms) + row * pitch;
   __half* g_low = g_high + p.rows * pitch;
-  float left_out = 0.0f;
+  float left_out[2] = {0.0f, 0.0f};  // as it is, and beside a partner of the element's own sign
   for_each_quad([&](float (&values)[4], int col) {
     if constexpr (!kCached) load(values, col);
     if (col >= pitch) return;
@@ -72,22 +72,32 @@ __global__ void __launch_bounds__(kThreads) split_rows_kernel(const __grid_const
     for (int e = 0; e < 4; ++e) {
       values[e] = values[e] * first * second;
       low[e] = values[e] - __half2float(__float2half_rn(values[e]));
-      if (fabsf(values[e]) < kLowNormal) left_out += low[e] - __half2float(__float2half_rn(low[e]));
+      if (fabsf(values[e]) < kLowNormal) {
+        const float left = low[e] - __half2float(__float2half_rn(low[e]));
+        left_out[0] += left;
+        left_out[1] += values[e] < 0.0f ? -left : left;
+      }
     }
     store_whole_quad(g_high + col, values);
     store_whole_quad(g_low + col, low);
   });
-  left_out = warp_sum(left_out);
-  if (threadIdx.x % 32 == 0) s_left_out[threadIdx.x / 32] = left_out;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float sum = warp_sum(left_out[i]);
+    if (threadIdx.x % 32 == 0) s_left_out[i][threadIdx.x / 32] = sum;
+  }
   __syncthreads();  // all warps' sums are there
   if (threadIdx.x != 0) return;
-  left_out = 0.0f;
+  left_out[0] = left_out[1] = 0.0f;
 #pragma unroll
-  for (int warp = 0; warp < kThreads / 32; ++warp) left_out += s_left_out[warp];
+  for (int warp = 0; warp < kThreads / 32; ++warp) {
+    left_out[0] += s_left_out[0][warp];
+    left_out[1] += s_left_out[1][warp];
+  }
   if (largest == 0) {
     p.of_rows[row] = {kRowOfZeros, 0.0f};
   } else if (finite) {
-    p.of_rows[row] = {exponent, fabsf(left_out)};
+    p.of_rows[row] = {exponent, fmaxf(fabsf(left_out[0]), fabsf(left_out[1]))};
   } else {
     p.of_rows[row] = {kRowNotFinite, 0.0f};
   }
