@@ -225,7 +225,9 @@ def long_sequences() -> dict[str, Any]:
         q = torch.randn(1, 1, 100_000, E, device=DEVICE, dtype=torch.bfloat16)
         k, v = torch.randn_like(q), torch.randn_like(q)
         forward = extra_memory(lambda q=q, k=k, v=v: OPS.sdpa(q, k, v))
-        pipeline = extra_memory(lambda q=q, k=k, v=v: OPS.sdpa_forward(q, k, v, None, None, 0.0, False, kernel_name="pipeline"))
+        pipeline = extra_memory(
+            partial(lambda *qkv: OPS.sdpa_forward(*qkv, None, None, 0.0, False, kernel_name="pipeline")[0], q, k, v)
+        )
         result, lse = OPS.sdpa_forward(q, k, v, None, None, 0.0, False)
         torch.cuda.synchronize()
         torch.cuda.empty_cache()

@@ -73,9 +73,12 @@ def test_accuracy_of_each_kernel(kernel: str, sizes: tuple[int, int, int], kind:
 @pytest.mark.parametrize("kernel", BY_NAME)
 @gpu
 def test_errors_that_add_up(kernel: str, kind: str, sizes: tuple[int, int, int]) -> None:
-    """Thousands of small elements, off by the same."""
+    """Thousands of small elements, off by the same: 150 units, unless the tile is marked and made anew by plain cores.
+
+    Those add 512 steps of one sign in a chain, which may take a quarter of a unit each, PyTorch's in shorter ones.
+    """
     x, w = inputs(kind, "cuda", *sizes)
-    check_products(by(kernel, x, w), product64(x, w), own_product(x, w))
+    check_products(by(kernel, x, w), product64(x, w), own_product(x, w), units=16.0)
 
 
 @pytest.mark.parametrize("outlier", [3e6, 6e6])

@@ -72,13 +72,26 @@ def with_lse(*tensors: Tensor | None, **options) -> Tensor:
     return sdpa_with_lse(*tensors, **options)[0]
 
 
+@pytest.fixture
+def own_precision():
+    """PyTorch's MATH back end in the tensors' dtype. By default it computes half types in float32, which no fused kernel does."""
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    yield
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
 @pytest.mark.parametrize("samples", [of_pytorch, of_our_own])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_samples(device: str, dtype: torch.dtype, samples) -> None:
+def test_samples(device: str, dtype: torch.dtype, samples, own_precision: None) -> None:
     """Out and gradients beside float64 and PyTorch's MATH back end: the error rule over the numbers of all samples together.
 
     A single sample has a few dozen numbers of large scores, so the largest rounding error of one is no measure for another.
     """
+    reference.settle(lambda: check_samples(device, dtype, samples))
+
+
+def check_samples(device: str, dtype: torch.dtype, samples) -> None:
     pooled: dict[tuple, list[tuple[Tensor, ...]]] = {}
     for tensors, options in samples(device, dtype):
         p, options = options.get("dropout_p", 0.0), {n: o for n, o in options.items() if n != "dropout_p"}

@@ -101,7 +101,7 @@ def test_few_rows_and_short_keys() -> None:
     ],
 )
 def test_decoding(sizes: list[int], kernel: str) -> None:
-    """Few queries a head and many keys, as measured: the pipeline multiplies 128 rows of every query head, those of no query as well."""
+    """Few queries a head and many keys, as measured: the pipeline multiplies 128 rows of every query head, however few."""
     needs_hopper_kernels()
     assert plan(sizes)[0] == kernel
 

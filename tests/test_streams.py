@@ -5,6 +5,7 @@ By the plan's choice and by each kernel of a name (forced.py).
 
 from __future__ import annotations
 
+import gc
 import threading
 from functools import partial
 
@@ -207,6 +208,7 @@ def test_no_hidden_allocation(kernel: Kernel, name: str) -> None:
     """After a call torch's allocator holds its results and nothing else; during it, no more than explain says beside them."""
     inputs, options = quiet(kernel, name)
     attend(kernel, *inputs, **options)
+    gc.collect()  # what tests before left behind would be freed in between
     torch.cuda.synchronize()
     stats = torch.cuda.memory_stats
     retries = stats()["num_alloc_retries"]
