@@ -1,5 +1,6 @@
 """The gradient of attention: one autograd.Function over the operators sdpa_forward and sdpa_backward."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -48,12 +49,14 @@ class Attention(torch.autograd.Function):
         dropout_p, is_causal, scale, enable_gqa, allow_tf32, deterministic, workspace_bytes, kernel_name = ctx.options
         if grad_out is None and grad_lse is None:
             return (None,) * 13
-        grads = torch.ops.attention_ext.sdpa_backward.default(
-            torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, attn_mask, out, lse,
-            seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
-            deterministic=deterministic, mask_grad=ctx.needs_input_grad[3], workspace_bytes=workspace_bytes,
-            kernel_name=kernel_name,
-        )  # fmt: skip
+        again = torch.is_grad_enabled() or torch.compiler.is_compiling()  # else spare the host what only a second derivative needs
+        with nullcontext() if again else torch._C._AutoDispatchBelowAutograd():
+            grads = torch.ops.attention_ext.sdpa_backward.default(
+                torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, attn_mask, out, lse,
+                seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
+                deterministic=deterministic, mask_grad=ctx.needs_input_grad[3], workspace_bytes=workspace_bytes,
+                kernel_name=kernel_name,
+            )  # fmt: skip
         wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
         return (*wanted, *(None,) * 9)
 
@@ -76,14 +79,17 @@ def attend(
     enable_gqa: bool,
     scores: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) through this package's kernels; draws the seed of dropout on the device and reads PyTorch's flags."""
+    """(out, lse) through this package's kernels; draws the seed of dropout on the device and reads PyTorch's flags.
+
+    allow_tf32 is False whatever PyTorch's setting is: no kernel rounds to TF32, and some releases raise where the setting is read.
+    """
     seed = None
     if dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     arguments = (
         query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa,
-        torch.backends.cuda.matmul.allow_tf32, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto",
+        False, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto",
     )  # fmt: skip
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, attn_mask))
     if not wanted and not torch.compiler.is_compiling():  # the same without what a gradient costs the host

@@ -11,7 +11,19 @@ from torch import Tensor
 
 from ._libraries import check_cuda_library
 
-__all__ = ["attention_shape", "check_attention", "check_seed", "check_shape", "refuse", "surely"]
+__all__ = [
+    "attention_shape",
+    "check_attention",
+    "check_dense",
+    "check_heads",
+    "check_operand",
+    "check_seed",
+    "check_shape",
+    "message",
+    "refuse",
+    "shape_of",
+    "surely",
+]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -38,28 +50,36 @@ def shape_of(tensor: Tensor) -> str:
     return f"shape ({', '.join(str(size) for size in tensor.shape)})"
 
 
-def _check_operand(name: str, tensor: Tensor | None, query: Tensor, min_rank: int) -> None:
+def check_dense(name: str, tensor: Tensor | None) -> Tensor:
+    """Refuses None and what is no array of strides."""
     if tensor is None:
         refuse(name, "a tensor", None)
     if tensor.is_nested or tensor.layout is not torch.strided:
         refuse(name, "a dense (strided) tensor", "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}")
+    return tensor
+
+
+def check_operand(name: str, tensor: Tensor | None, first: Tensor, min_rank: int, of: str = "query's") -> None:
+    """Refuses an operand that does not go with the first one, whose name in the genitive is `of`."""
+    tensor = check_dense(name, tensor)
     if tensor.dtype not in _DTYPES:
         refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype)
-    if tensor.dtype != query.dtype:
-        refuse(name, f"the query's dtype {query.dtype}", tensor.dtype)
-    if tensor.device != query.device:
-        refuse(name, f"the query's device {query.device}", tensor.device)
+    if tensor.dtype != first.dtype:
+        refuse(name, f"the {of} dtype {first.dtype}", tensor.dtype)
+    if tensor.device != first.device:
+        refuse(name, f"the {of} device {first.device}", tensor.device)
     if tensor.dim() < min_rank:
         gqa = " with enable_gqa" if min_rank == 3 else ""
         refuse(name, f"rank {min_rank} or more{gqa}", f"{shape_of(tensor)} of rank {tensor.dim()}")
 
 
-def _check_heads(name: str, tensor: Tensor, query: Tensor) -> None:
-    heads, q_heads = tensor.size(-3), query.size(-3)
+def check_heads(name: str, tensor: Tensor, first: Tensor, of: str = "query's") -> None:
+    """Refuses a head count that does not divide the first operand's."""
+    heads, q_heads = tensor.size(-3), first.size(-3)
     torch._check(heads != 0, lambda: message(name, "at least one head with enable_gqa", "0 heads"))
     torch._check(
         q_heads % heads == 0,
-        lambda: message(name, f"a head count that divides the query's {q_heads}", f"{heads} heads"),
+        lambda: message(name, f"a head count that divides the {of} {q_heads}", f"{heads} heads"),
     )
 
 
@@ -82,10 +102,9 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 
 def _check_mask(mask: Tensor, query: Tensor, scores: list[int], is_causal: bool) -> None:
+    check_dense("attn_mask", mask)
     if is_causal:
         refuse("attn_mask", "None together with is_causal=True", f"a mask of {shape_of(mask)}")
-    if mask.is_nested or mask.layout is not torch.strided:
-        refuse("attn_mask", "a dense (strided) tensor", "a nested tensor" if mask.is_nested else f"layout {mask.layout}")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):
         refuse("attn_mask", f"dtype bool, float32 or the query's {query.dtype}", mask.dtype)
     if mask.device != query.device:
@@ -108,6 +127,7 @@ def check_seed(query: Tensor, seed: Tensor | None, dropout_p: float) -> None:
 
 def check_shape(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
     """Refuses a tensor that is not of just this shape, dtype and device."""
+    check_dense(name, tensor)
     want = f"shape ({', '.join(str(size) for size in shape)}), {dtype} on {device}"
     same = tensor.dim() == len(shape) and tensor.dtype == dtype and tensor.device == device
     if not same:
@@ -129,7 +149,7 @@ def check_attention(
     """Refuses what scaled dot-product attention is not defined for; returns the shape of the scores (..., Hq, L, S)."""
     min_rank = 3 if enable_gqa else 2
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        _check_operand(name, tensor, query, min_rank)
+        check_operand(name, tensor, query, min_rank)
     check_cuda_library(query.device)
     torch._check(
         key.size(-1) == query.size(-1),
@@ -140,8 +160,8 @@ def check_attention(
         lambda: message("value", f"the key's length S = {key.size(-2)} as its second to last size", shape_of(value)),
     )
     if enable_gqa:
-        _check_heads("key", key, query)
-        _check_heads("value", value, query)
+        check_heads("key", key, query)
+        check_heads("value", value, query)
     scores = attention_shape(query, key, value, enable_gqa)
     if attn_mask is not None:
         _check_mask(attn_mask, query, scores, is_causal)

@@ -9,6 +9,7 @@ from torch.autograd import forward_ad
 from . import _linear, _linear_softmax, _reference, _routing, _stages
 from ._autograd import Attention, expand_leading
 from ._checks import check_attention, check_seed, check_shape, refuse
+from ._limits import check_kernel_name, check_limits, contiguous, layout_like
 from ._transforms import AUTOCAST, castable
 
 __all__: list[str] = []
@@ -19,12 +20,22 @@ _LIBRARY.define(  # the router of a kernel that C++ declares, so it needs no dec
     "*, float? scale=None, bool enable_gqa=False) -> (Tensor out, Tensor lse)"
 )
 _SDPA, _WITH_LSE = torch.ops.attention_ext.sdpa.default, torch.ops.attention_ext.sdpa_with_lse.default
-_FORWARD = torch.ops.attention_ext.sdpa_forward.default
+_FORWARD, _BACKWARD = torch.ops.attention_ext.sdpa_forward.default, torch.ops.attention_ext.sdpa_backward.default
 
 
-def _check_kernel_name(query: Tensor, kernel_name: str) -> None:
-    if query.device.type == "cpu" and kernel_name not in ("auto", "reference"):  # which names CUDA has, its library says
-        refuse("kernel_name", "'auto' or 'reference' for CPU tensors", repr(kernel_name))
+def _check_forward(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
+    is_causal: bool, enable_gqa: bool, kernel_name: str,
+) -> list[int]:  # fmt: skip
+    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    check_seed(query, seed, dropout_p)
+    if query.device.type == "cuda":
+        *batch, L, _ = scores
+        inputs = {"query": (query, 2), "key": (key, 2), "value": (value, 2), "attn_mask": (attn_mask, 2)}
+        out = [*batch, L, value.size(-1)]
+        check_limits(inputs, lambda: [(layout_like(out, query), 2), (contiguous(out[:-1]), 1)], batch, enable_gqa)
+    check_kernel_name(query.device, kernel_name)
+    return scores
 
 
 def _forward_cpu(
@@ -32,9 +43,7 @@ def _forward_cpu(
     is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
     workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    check_seed(query, seed, dropout_p)
-    _check_kernel_name(query, kernel_name)
+    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     with _reference.below_autocast():
         return _reference.forward(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
@@ -45,15 +54,15 @@ def _forward_fake(
     is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
     workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    check_seed(query, seed, dropout_p)
-    _check_kernel_name(query, kernel_name)
+    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
     return _reference.output_like(query, value, scores)
 
 
 def _check_backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
-    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, enable_gqa: bool, mask_grad: bool,
+    out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *, scale: float | None = None,
+    enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False, mask_grad: bool = False,
+    workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> list[int]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
@@ -68,6 +77,14 @@ def _check_backward(
         check_shape("grad_lse", grad_lse, scores[:-1], lse_dtype, query.device)
     if mask_grad and (attn_mask is None or attn_mask.dtype == torch.bool):
         refuse("mask_grad", "False where attn_mask is None or of dtype bool", True)
+    if query.device.type == "cuda":
+        alike = (query, key, value, attn_mask if mask_grad else None)
+        check_limits(
+            {"query": (query, 2), "key": (key, 2), "value": (value, 2), "out": (out, 2), "grad_out": (grad_out, 2), "lse": (lse, 1),
+             "grad_lse": (grad_lse, 1), "attn_mask": (attn_mask, 2)},
+            lambda: [(layout_like(t.shape, t), 2) for t in alike if t is not None], scores[:-2], enable_gqa,
+        )  # fmt: skip
+    check_kernel_name(query.device, kernel_name, backward=True)
     return scores
 
 
@@ -78,9 +95,9 @@ def _backward_cpu(
     mask_grad: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scores = _check_backward(
-        grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad
-    )
-    _check_kernel_name(query, kernel_name)
+        grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa=enable_gqa,
+        mask_grad=mask_grad, kernel_name=kernel_name,
+    )  # fmt: skip
     with _reference.below_autocast():
         return _reference.backward(
             grad_out, grad_lse, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, mask_grad,
@@ -94,8 +111,10 @@ def _backward_fake(
     scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False,
     mask_grad: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    _check_backward(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa, mask_grad)
-    _check_kernel_name(query, kernel_name)
+    _check_backward(
+        grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa=enable_gqa,
+        mask_grad=mask_grad, kernel_name=kernel_name,
+    )  # fmt: skip
     grads = [_reference.like_order(t, list(t.shape)) for t in (query, key, value)]
     with_mask = attn_mask is not None and mask_grad
     grad_mask = _reference.like_order(attn_mask, list(attn_mask.shape)) if attn_mask is not None and with_mask else None
@@ -110,7 +129,7 @@ def _forward_autograd(
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
-    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)
         out, lse = Attention.apply(
@@ -126,11 +145,35 @@ def _forward_autograd(
     return out, lse
 
 
-def _refuse_double_backward(ctx: Any, *grads: Tensor | None) -> NoReturn:
-    raise RuntimeError(
-        "attention_ext: double backward through sdpa is not supported; use torch.nn.functional.scaled_dot_product_attention "
-        "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
-    )
+class _AttentionGrad(torch.autograd.Function):
+    """sdpa_backward where its results could be differentiated again."""
+
+    @staticmethod
+    def forward(options: dict[str, Any], *arguments: Any) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            grads: tuple[Tensor, ...] = _BACKWARD(*arguments, **options)
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "attention_ext: double backward through sdpa is not supported; use torch.nn.functional.scaled_dot_product_attention "
+            "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+        )
+
+
+def _backward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    _check_backward(*arguments, **options)
+    grads: tuple[Tensor, ...]
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
+        grads = _AttentionGrad.apply(options, *arguments)
+    else:
+        grads = _BACKWARD.redispatch(keyset & torch._C._after_autograd_keyset, *arguments, **options)
+    return grads
 
 
 def _autocast(operator: Any, device_type: str) -> Any:
@@ -197,7 +240,7 @@ _LIBRARY.impl("sdpa_forward", _forward_cpu, "CPU")
 _LIBRARY.impl("sdpa_forward", _forward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("attention_ext::sdpa_forward", _forward_fake, lib=_LIBRARY)
 _LIBRARY.impl("sdpa_backward", _backward_cpu, "CPU")
+_LIBRARY.impl("sdpa_backward", _backward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=_LIBRARY)
-torch.library.register_autograd("attention_ext::sdpa_backward", _refuse_double_backward, lib=_LIBRARY)
 for _part in (_stages, _linear, _linear_softmax):
     _part.register(_LIBRARY)

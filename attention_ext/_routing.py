@@ -53,6 +53,9 @@ def route(
     width = query.size(-1)
     if isinstance(width, int) and width == 0:
         return Route("torch_math", "PyTorch's fused operators do not give the mean of the values for a head dim of 0")
+    heads = query.size(-3) if query.dim() >= 3 else 1
+    if isinstance(heads, int) and heads == 0:
+        return Route("torch_math", "PyTorch's fused operators divide by the number of heads, in 2.10 also by 0")
     if attn_mask is not None and attn_mask.dtype not in (torch.bool, query.dtype):
         return Route("torch_math", "PyTorch's fused operators want a mask of the query's dtype")
     if attn_mask is not None and attn_mask.requires_grad and torch.is_grad_enabled():
@@ -80,6 +83,13 @@ def _rows_apart(tensor: Tensor) -> Tensor:
     return tensor if apart else tensor.contiguous()
 
 
+def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
+    """A result of PyTorch's operators as _reference.like_order lays one out; mostly it lies so already."""
+    if query.dim() >= 3 and surely(query.stride(-3) < query.stride(-2)):
+        return out.transpose(-3, -2).contiguous().transpose(-3, -2)
+    return out.contiguous()
+
+
 def _log(operator: str, query: Tensor, target: str, reason: str) -> None:
     if _LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
         _LOG.info("%s on %s %s: %s, because %s", operator, query.device.type, query.dtype, target, reason)
@@ -104,17 +114,16 @@ def sdpa(
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     if target == "torch":
         query, key, value = _rows_apart(query), _rows_apart(key), _rows_apart(value)
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _in_order_of(query, out)
     if target == "torch_math":
         bias = attn_mask
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # beneath the public operator a mask is always added
             bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
-        out: Tensor = torch.ops.aten._scaled_dot_product_attention_math.default(
+        out = torch.ops.aten._scaled_dot_product_attention_math.default(
             query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )[0]
-        return out
+        return _in_order_of(query, out)
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)[0]
 
 
@@ -134,5 +143,6 @@ def sdpa_with_lse(
     target, reason = route_with_lse(query, key, value)
     _log("sdpa_with_lse", query, target, reason)
     if target == "torch_math":
-        return attention_with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        out, lse = attention_with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _in_order_of(query, out), lse
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)

@@ -1,4 +1,4 @@
-"""Autocast: the same dtypes as F.scaled_dot_product_attention in the same region, eager and compiled."""
+"""Autocast: the same dtypes as F.scaled_dot_product_attention in the same region, eager and compiled; and the setting for TF32."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from helpers import FLOATS, HALVES, leaves, normal, qkv, sdpa
+from helpers import FLOATS, HALVES, leaves, normal, qkv, run, sdpa, sdpa_with_lse
+from torch import Tensor
 
 LOWER = (torch.float32, *HALVES)
 
@@ -99,3 +100,39 @@ def test_compiled(device: str, inside: bool) -> None:
             got, want = torch.compile(plain, fullgraph=True, backend="aot_eager")(q, k, v, mask), plain(q, k, v, mask)
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, rtol=0.0, atol=4 * torch.finfo(torch.bfloat16).eps)
+
+
+def everything(*inputs: Tensor) -> list[Tensor]:
+    """Results and gradients of both routers, eager and compiled."""
+
+    def both(*tensors: Tensor) -> Tensor:
+        out, lse = sdpa_with_lse(*tensors)
+        return torch.cat([sdpa(*tensors), out, lse.unsqueeze(-1)], -1)
+
+    torch._dynamo.reset()
+    results = []
+    for op in (both, torch.compile(both, fullgraph=True, backend="aot_eager")):
+        out, grads = run(op, leaves(*inputs), torch.ones(both(*inputs).shape))
+        results += [out.detach(), *grads]
+    return results
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize("scope", ["torch.backends", "torch.backends.cuda.matmul"])
+def test_fp32_precision(device: str, scope: str, precision: str) -> None:
+    """The setting that replaced allow_tf32, which PyTorch may refuse to read beside it; no result here depends on either."""
+    owners = (torch.backends, torch.backends.cuda.matmul)
+    inputs = qkv(L=33, S=40, E=64, device=device)
+    want, before = everything(*inputs), [owner.fp32_precision for owner in owners]
+    try:
+        owners[scope == "torch.backends.cuda.matmul"].fp32_precision = precision
+        got = everything(*inputs)
+    finally:  # both: torch.compile makes the setting of the matmul what the other one came to
+        for owner, value in zip(owners, before, strict=True):
+            owner.fp32_precision = value
+    assert not torch.backends.cuda.matmul.allow_tf32, "and it can be read again"
+    for a, b in zip(got, want, strict=True):
+        if device == "cuda" or scope == "torch.backends.cuda.matmul":
+            assert torch.equal(a, b)
+        else:  # a CPU that has TF32 may use it in PyTorch's own operator
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 import reference
 import torch
-from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa
+from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa, sdpa_with_lse
 from torch import Tensor
+from torch._inductor import config as inductor
+from torch.export import export
 
 
 def state(device: str) -> Tensor:
@@ -88,23 +92,29 @@ def test_share_of_dropped_weights(device: str, p: float) -> None:
     assert len({tuple(row.tolist()) for row in kept.reshape(-1, 64)}) > 0.9 * 6 * 64
 
 
+def check_with_the_mask_of_forward(
+    inputs: list[Tensor | None], grad: Tensor, out: Tensor, grads: list[Tensor], p: float, causal: bool = False
+) -> None:
+    """The mask is read off the output, where V = I; with it the oracle must give the output and every gradient."""
+    doubles = leaves(*(t.detach().cpu().double() if t is not None and t.is_floating_point() else t for t in inputs))
+    kept = (out != 0).cpu()
+    want, _ = reference.attention(*doubles, causal, keep=kept, dropout_p=p)
+    wanted = [t for t in doubles if t is not None and t.requires_grad]
+    want_grads = torch.autograd.grad(want, wanted, grad.double())
+    for a, b in zip((out, *grads), (want, *want_grads), strict=True):
+        close(a, b, 32 * torch.finfo(out.dtype).eps)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float"])
 def test_backward_uses_the_mask_of_forward(device: str, dtype: torch.dtype, kind: str) -> None:
-    """The mask is read off the output, and the oracle with that mask must give every gradient."""
     p, S = 0.4, 23
     q, k, v = with_identity(19, S, dtype, device)
     mask = {"bool": torch.rand(19, S, device=device) < 0.8, "float": normal(19, S, dtype=dtype, device=device)}.get(kind)
     inputs = [*leaves(q, k, v.contiguous()), *leaves(mask)]
     grad = normal(2, 3, 19, S, dtype=dtype)
     out, grads = run(sdpa, inputs, grad, dropout_p=p, is_causal=kind == "causal")
-    doubles = leaves(*(t.detach().cpu().double() if t is not None and t.is_floating_point() else t for t in inputs))
-    kept = (out != 0).cpu()
-    want, _ = reference.attention(*doubles, kind == "causal", keep=kept, dropout_p=p)
-    wanted = [t for t in doubles if t is not None and t.requires_grad]
-    want_grads = torch.autograd.grad(want, wanted, grad.double())
-    for a, b in zip((out, *grads), (want, *want_grads), strict=True):
-        close(a, b, 32 * torch.finfo(dtype).eps)
+    check_with_the_mask_of_forward(inputs, grad, out, grads, p, kind == "causal")
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -131,6 +141,79 @@ def test_ranks(device: str, rank: int) -> None:
     inputs = leaves(*qkv(batch, heads, L=9, device=device))
     out, grads = run(sdpa, inputs, torch.ones(*batch, *heads, 9, 16), dropout_p=0.3)
     assert out.isfinite().all() and out.dim() == rank and all(g.isfinite().all() and g.any() for g in grads)
+
+
+P = 0.3
+ROUTERS = pytest.mark.parametrize("router", ["sdpa", "sdpa_with_lse"])
+
+
+class Attend(torch.nn.Module):
+    """Attention with dropout by one of the routers: on the CPU they go to PyTorch's operator and to this package's kernels."""
+
+    def __init__(self, router: str) -> None:
+        super().__init__()
+        self.router = router
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+        return sdpa(q, k, v, mask, P) if self.router == "sdpa" else sdpa_with_lse(q, k, v, mask, P)[0]
+
+
+def check_traced(traced, inputs: list[Tensor | None], of_eager: Tensor | None) -> None:
+    """New masks at each call, those of an eager call (of_eager, from seed 5) with its generator's state, and right gradients."""
+    grad = normal(2, 3, 19, 23)
+    run(traced, inputs, grad)  # whatever compiling draws is drawn here
+    torch.manual_seed(5)
+    first, grads = run(traced, inputs, grad)
+    second, more = run(traced, inputs, grad)
+    torch.manual_seed(5)
+    third, same = run(traced, inputs, grad)
+    for out, of_out in ((first, grads), (second, more)):
+        share = (out != 0).double().mean().item()
+        assert abs(share - (1 - P)) < 5 * (P * (1 - P) / out.numel()) ** 0.5
+        check_with_the_mask_of_forward(inputs, grad, out, of_out, P)
+    assert not torch.equal(first != 0, second != 0)
+    assert all(torch.equal(a, b) for a, b in zip((first, *grads), (third, *same), strict=True))
+    if of_eager is not None:
+        assert torch.equal(first != 0, of_eager != 0)
+        close(first, of_eager)
+
+
+def traced_problem(device: str, kind: str, router: str) -> tuple[list[Tensor | None], Tensor]:
+    """Inputs that require grad, with V = I, and what an eager call gives from seed 5."""
+    q, k, v = with_identity(19, 23, torch.float32, device)
+    inputs = leaves(q, k, v.contiguous(), normal(19, 23, device=device) if kind == "float" else None)
+    torch.manual_seed(5)
+    return inputs, Attend(router)(*inputs).detach()
+
+
+@ROUTERS
+@pytest.mark.parametrize("kind", ["plain", "float"])
+def test_compiled_backward_uses_the_mask_of_forward(device: str, kind: str, router: str) -> None:
+    inputs, of_eager = traced_problem(device, kind, router)
+    torch._dynamo.reset()
+    check_traced(torch.compile(Attend(router), fullgraph=True, backend="aot_eager"), inputs, of_eager)
+
+
+@ROUTERS
+@pytest.mark.parametrize("own_generator", [False, True])  # inductor's own random numbers, or PyTorch's
+def test_backward_of_inductor_uses_the_mask_of_forward(device: str, own_generator: bool, router: str) -> None:
+    inputs, of_eager = traced_problem(device, "plain", router)
+    torch._dynamo.reset()
+    with inductor.patch(fallback_random=not own_generator):
+        check_traced(torch.compile(Attend(router), fullgraph=True), inputs, None if own_generator else of_eager)
+
+
+@ROUTERS
+@pytest.mark.parametrize("kind", ["plain", "float"])
+def test_exported_backward_uses_the_mask_of_forward(device: str, kind: str, router: str) -> None:
+    """As exported, stored and loaded, and with the router taken apart, where the seed is drawn in the graph."""
+    inputs, of_eager = traced_problem(device, kind, router)
+    program = export(Attend(router), tuple(inputs))
+    stored = io.BytesIO()
+    torch.export.save(program, stored)
+    stored.seek(0)
+    for way in (program, torch.export.load(stored), program.run_decompositions()):
+        check_traced(way.module(), inputs, of_eager)
 
 
 @pytest.mark.gpu

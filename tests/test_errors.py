@@ -2,93 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
 from helpers import FLOATS, sdpa, sdpa_backward, sdpa_forward, sdpa_with_lse
+from kernels import KERNELS
+from refusals import FAKE_DEVICES, REFUSED, WORDS, K, Q, V, build, refuses, t
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-Make = Callable[..., Tensor]
-NAN = float("nan")
-
-
-def t(*shape: int, dtype: torch.dtype = torch.float32) -> tuple:
-    """A tensor to be made later, on the device and under the mode of the test."""
-    return shape, dtype
-
-
-Q, K, V = t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 4, 7, 6)
-# argument that the text names, query, key, value, attn_mask, other arguments
-REFUSED = {
-    "rank 1 query": ("query", t(8), K, V, None, {}),
-    "rank 1 key": ("key", Q, t(8), V, None, {}),
-    "rank 1 value": ("value", Q, K, t(7), None, {}),
-    "rank 0 query": ("query", t(), K, V, None, {}),
-    "integer query": ("query", *(t(2, 4, 5, 8, dtype=torch.int64),) * 3, None, {}),
-    "boolean query": ("query", *(t(2, 4, 5, 8, dtype=torch.bool),) * 3, None, {}),
-    "complex query": ("query", *(t(2, 4, 5, 8, dtype=torch.complex64),) * 3, None, {}),
-    "float8 query": ("query", *(t(2, 4, 5, 8, dtype=torch.float8_e4m3fn),) * 3, None, {}),
-    "dtype of key": ("key", Q, t(2, 4, 7, 8, dtype=torch.float16), V, None, {}),
-    "dtype of key float64": ("key", Q, t(2, 4, 7, 8, dtype=torch.float64), V, None, {}),
-    "dtype of value": ("value", Q, K, t(2, 4, 7, 6, dtype=torch.bfloat16), None, {}),
-    "head dim of key": ("key", Q, t(2, 4, 7, 9), V, None, {}),
-    "head dim of key 1": ("key", Q, t(2, 4, 7, 1), V, None, {}),
-    "length of value": ("value", Q, K, t(2, 4, 6, 6), None, {}),
-    "length of value 1": ("value", Q, K, t(2, 4, 1, 6), None, {}),
-    "batch of key": ("key", Q, t(3, 4, 7, 8), V, None, {}),
-    "batch of value": ("value", Q, K, t(3, 4, 7, 6), None, {}),
-    "batch 0 of key": ("key", Q, t(0, 4, 7, 8), t(0, 4, 7, 6), None, {}),
-    "heads of key": ("key", Q, t(2, 2, 7, 8), t(2, 2, 7, 6), None, {}),
-    "heads of value": ("value", Q, K, t(2, 2, 7, 6), None, {}),
-    "no key heads": ("key", Q, t(2, 0, 7, 8), t(2, 0, 7, 6), None, {}),
-    "heads of key rank 3": ("key", t(4, 5, 8), t(3, 7, 8), t(3, 7, 6), None, {}),
-    "grouped heads of key": ("key", Q, t(2, 3, 7, 8), t(2, 3, 7, 6), None, {"enable_gqa": True}),
-    "more key heads": ("key", Q, t(2, 8, 7, 8), t(2, 8, 7, 6), None, {"enable_gqa": True}),
-    "grouped heads of value": ("value", Q, t(2, 2, 7, 8), t(2, 3, 7, 6), None, {"enable_gqa": True}),
-    "no grouped key heads": ("key", Q, t(2, 0, 7, 8), t(2, 0, 7, 6), None, {"enable_gqa": True}),
-    "no grouped value heads": ("value", Q, K, t(2, 0, 7, 6), None, {"enable_gqa": True}),
-    "batch of grouped key": ("key", Q, t(3, 2, 7, 8), t(3, 2, 7, 6), None, {"enable_gqa": True}),
-    "grouped rank 2": ("query|enable_gqa", t(5, 8), t(7, 8), t(7, 6), None, {"enable_gqa": True}),
-    "grouped rank 2 key": ("key", Q, t(7, 8), t(7, 6), None, {"enable_gqa": True}),
-    "rank 0 mask": ("attn_mask", Q, K, V, t(), {}),
-    "rank 1 mask": ("attn_mask", Q, K, V, t(7), {}),
-    "rank 1 bool mask": ("attn_mask", Q, K, V, t(7, dtype=torch.bool), {}),
-    "rank 5 mask": ("attn_mask", Q, K, V, t(1, 2, 4, 5, 7), {}),
-    "rank 3 mask at rank 2": ("attn_mask", t(5, 8), t(7, 8), t(7, 6), t(1, 5, 7), {}),
-    "mask of length L": ("attn_mask", Q, K, V, t(6, 7), {}),
-    "mask of length S": ("attn_mask", Q, K, V, t(5, 6), {}),
-    "mask transposed": ("attn_mask", Q, K, V, t(7, 5, dtype=torch.bool), {}),
-    "mask per batch at the heads": ("attn_mask", Q, K, V, t(2, 5, 7), {}),
-    "mask of batch": ("attn_mask", Q, K, V, t(3, 1, 5, 7), {}),
-    "mask of batch where q has 1": ("attn_mask", t(1, 4, 5, 8), t(1, 4, 7, 8), t(1, 4, 7, 6), t(2, 4, 5, 7), {}),
-    "mask longer than one query": ("attn_mask", t(2, 4, 1, 8), K, V, t(5, 7), {}),
-    "mask longer than one key": ("attn_mask", Q, t(2, 4, 1, 8), t(2, 4, 1, 6), t(5, 7), {}),
-    "mask of no keys": ("attn_mask", Q, K, V, t(5, 0), {}),
-    "mask of key heads": ("attn_mask", Q, t(2, 2, 7, 8), t(2, 2, 7, 6), t(2, 5, 7), {"enable_gqa": True}),
-    **{f"{d} mask": ("attn_mask", Q, K, V, t(5, 7, dtype=d), {}) for d in (torch.int64, torch.int32, torch.uint8, torch.int8)},
-    **{f"{d} mask": ("attn_mask", Q, K, V, t(5, 7, dtype=d), {}) for d in (torch.float16, torch.bfloat16, torch.float64)},
-    "complex mask": ("attn_mask", Q, K, V, t(5, 7, dtype=torch.complex64), {}),
-    "mask and causal": ("attn_mask", Q, K, V, t(5, 7), {"is_causal": True}),
-    "bool mask and causal": ("attn_mask", Q, K, V, t(5, 7, dtype=torch.bool), {"is_causal": True}),
-    "broadcast mask and causal": ("attn_mask", Q, K, V, t(1, 1, 1, 7), {"is_causal": True}),
-    **{f"dropout {p}": ("dropout_p", Q, K, V, None, {"dropout_p": p}) for p in (-0.1, 1.1, NAN, float("inf"), -1e-9)},
-}
-
-
-def build(spec: tuple | None, device: str) -> Tensor | None:
-    return None if spec is None else torch.ones(spec[0], device=device).to(spec[1])
-
-
-def refuses(argument: str, call: Callable[[], object]) -> None:
-    with pytest.raises(RuntimeError) as caught:
-        call()
-    text = str(caught.value)
-    head, _, rest = text.partition(": expected ")
-    assert head in {f"attention_ext: {name}" for name in argument.split("|")}, text
-    assert ", got " in rest and rest.split(", got ")[0] and rest.split(", got ")[1], text
-    assert "\n" not in text.strip() and "/" not in text, f"not a sentence for a person: {text}"
+DENSE = "a dense (strided) tensor, got "
 
 
 def forward(q, k, v, mask=None, *, dropout_p: float = 0.0, is_causal: bool = False, **options):
@@ -96,30 +21,35 @@ def forward(q, k, v, mask=None, *, dropout_p: float = 0.0, is_causal: bool = Fal
     return sdpa_forward(q, k, v, mask, seed, dropout_p, is_causal, **options)
 
 
-@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa", "sdpa_with_lse", "sdpa_forward"])
+OPS = pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa", "sdpa_with_lse", "sdpa_forward"])
+
+
+@OPS
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(device: str, case: str, op) -> None:
     argument, *specs, options = REFUSED[case]
     tensors = [build(spec, device) for spec in specs]
-    refuses(argument, lambda: op(*tensors, **options))
+    refuses(argument, lambda: op(*tensors, **options), WORDS[case][0])
 
 
-@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa", "sdpa_with_lse", "sdpa_forward"])
+@OPS
+@pytest.mark.parametrize("device", FAKE_DEVICES)
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_by_the_fake_kernel(device: str, case: str, op) -> None:
     argument, *specs, options = REFUSED[case]
     with FakeTensorMode():
         tensors = [build(spec, device) for spec in specs]
-        refuses(argument, lambda: op(*tensors, **options))
+        refuses(argument, lambda: op(*tensors, **options), WORDS[case][0])
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_inference_mode(device: str, case: str) -> None:
     """There the kernels are called without the Python in front of them, and check for themselves."""
     argument, *specs, options = REFUSED[case]
+    words = WORDS[case][0] if device == "cpu" else WORDS[case][1] + " (sdpa_forward)"
     with torch.inference_mode():
         tensors = [build(spec, device) for spec in specs]
-        refuses(argument, lambda: forward(*tensors, **options))
+        refuses(argument, lambda: forward(*tensors, **options), words)
 
 
 @pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
@@ -130,7 +60,7 @@ def test_refused_where_a_gradient_is_needed(device: str, case: str, op) -> None:
     tensors = [build(spec, device) for spec in specs]
     for tensor in tensors[:3]:
         tensor.requires_grad_()
-    refuses(argument, lambda: op(*tensors, **options))
+    refuses(argument, lambda: op(*tensors, **options), WORDS[name][0])
 
 
 def test_mask_and_causal_is_refused_when_compiled(device: str) -> None:
@@ -144,28 +74,71 @@ def test_mask_and_causal_is_refused_when_compiled(device: str) -> None:
 def test_mask_and_causal_is_refused_in_every_dtype(device: str, dtype: torch.dtype) -> None:
     q = torch.zeros(1, 2, 4, 8, device=device, dtype=dtype)
     for mask in (torch.zeros(4, 4, device=device, dtype=dtype), torch.ones(4, 4, device=device, dtype=torch.bool)):
-        refuses("attn_mask", lambda mask=mask: sdpa(q, q, q, mask, 0.0, True))
+        words = "None together with is_causal=True, got a mask of shape (4, 4)"
+        refuses("attn_mask", lambda mask=mask: sdpa(q, q, q, mask, 0.0, True), words)
 
 
-@pytest.mark.parametrize("fake", [False, True])
-@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa", "sdpa_with_lse", "sdpa_forward"])
+def devices_differ(device: str, argument: str, op) -> None:
+    named = {name: build(spec, device) for name, spec in zip(("query", "key", "value"), (Q, K, V), strict=True)}
+    named["attn_mask"] = build(t(5, 7), device)
+    own, other = named["query"].device, "cpu" if device == "cuda" else "meta"
+    named[argument] = build(dict(zip(named, (Q, K, V, t(5, 7)), strict=True))[argument], other)
+    refuses(argument, lambda: op(*named.values()), f"the query's device {own}, got {other}")
+
+
+@OPS
 @pytest.mark.parametrize("argument", ["key", "value", "attn_mask"])
-def test_devices_differ(device: str, argument: str, op, fake: bool) -> None:
-    with FakeTensorMode() if fake else torch.no_grad():
-        named = {name: build(spec, device) for name, spec in zip(("query", "key", "value"), (Q, K, V), strict=True)}
-        named["attn_mask"] = build(t(5, 7), device)
-        named[argument] = build(dict(zip(named, (Q, K, V, t(5, 7)), strict=True))[argument], "cpu" if device == "cuda" else "meta")
-        refuses(argument, lambda: op(*named.values()))
+def test_devices_differ(device: str, argument: str, op) -> None:
+    devices_differ(device, argument, op)
 
 
-@pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
+@OPS
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+@pytest.mark.parametrize("argument", ["key", "value", "attn_mask"])
+def test_devices_of_fake_tensors_differ(device: str, argument: str, op) -> None:
+    with FakeTensorMode():
+        devices_differ(device, argument, op)
+
+
+def of_layout(layout: str, device: str) -> Tensor:
+    """(2, 4, 4) or, in rows, (4, 4); of the nested ones a dim is ragged."""
+    parts = [torch.ones(3, 4), torch.ones(4, 4)]
+    made = {
+        "coo": lambda: torch.eye(4).to_sparse(),
+        "csr": lambda: torch.eye(4).to_sparse_csr(),
+        "nested": lambda: torch.nested.nested_tensor(parts),
+        "jagged": lambda: torch.nested.nested_tensor(parts, layout=torch.jagged),
+    }
+    return made[layout]().to(device)
+
+
+LAYOUTS = {
+    "coo": "layout torch.sparse_coo",
+    "csr": "layout torch.sparse_csr",
+    "nested": "a nested tensor",
+    "jagged": "a nested tensor",
+}
+
+
+@OPS
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask"])
-def test_layouts(device: str, argument: str, op) -> None:
+def test_layouts(device: str, argument: str, layout: str, op) -> None:
     named = {name: torch.eye(4, device=device) for name in ("query", "key", "value", "attn_mask")}
-    named[argument] = named[argument].to_sparse()
-    with pytest.raises((RuntimeError, NotImplementedError)) as caught:
-        op(**named)
-    assert argument in str(caught.value)
+    named[argument] = of_layout(layout, device)
+    refuses(argument, lambda: op(*named.values()), DENSE + LAYOUTS[layout])
+
+
+@OPS
+@pytest.mark.parametrize("layout", ["coo", "jagged"])  # those that torch makes fake tensors of
+@pytest.mark.parametrize("argument", ["query", "key", "value", "attn_mask"])
+def test_layouts_of_fake_tensors(argument: str, layout: str, op) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    named = {name: torch.eye(4) for name in ("query", "key", "value", "attn_mask")}
+    named[argument] = of_layout(layout, "cpu")
+    fakes = [mode.from_tensor(tensor) for tensor in named.values()]
+    with mode:
+        refuses(argument, lambda: op(*fakes), DENSE + LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("options", [{"scale": "1"}, {"is_causal": "no"}, {"dropout_p": None}, {"rate": 0.1}], ids=str)
@@ -175,35 +148,101 @@ def test_wrong_python_types_are_pytorchs_own_error(options: dict) -> None:
         sdpa(q, q, q, **options)
 
 
+@OPS
 @pytest.mark.parametrize("argument", ["query", "key", "value"])
-def test_none_for_a_tensor(argument: str) -> None:
-    q = torch.randn(1, 2, 4, 8)
-    with pytest.raises((RuntimeError, TypeError), match=argument):
-        sdpa(**{"query": q, "key": q, "value": q, argument: None})
+def test_none_for_a_tensor(device: str, argument: str, op) -> None:
+    named = {name: torch.ones(1, 2, 4, 8, device=device) for name in ("query", "key", "value")} | {argument: None}
+    refuses(argument, lambda: op(*named.values()), "a tensor, got None")
 
 
-@pytest.mark.parametrize("fake", [False, True])
-def test_seed_is_needed_for_dropout(device: str, fake: bool) -> None:
-    with FakeTensorMode() if fake else torch.no_grad():
-        q = torch.randn(1, 2, 4, 8, device=device)
-        for seed in (None, torch.zeros(1, device=device), torch.zeros(2, dtype=torch.int64, device=device)):
-            refuses_by_kernel("seed", lambda seed=seed: sdpa_forward(q, q, q, None, seed, 0.5, False))
+@OPS
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+@pytest.mark.parametrize("argument", ["query", "key", "value"])
+def test_none_for_a_fake_tensor(device: str, argument: str, op) -> None:
+    with FakeTensorMode():
+        named = {name: torch.ones(1, 2, 4, 8, device=device) for name in ("query", "key", "value")} | {argument: None}
+        refuses(argument, lambda: op(*named.values()), "a tensor, got None")
 
 
-def refuses_by_kernel(argument: str, call: Callable[[], object]) -> None:
-    with pytest.raises(RuntimeError, match=rf"^attention_ext: {argument}: expected .*, got "):
-        call()
+def both_with_seed(device: str, seed: Tensor | None, words: str, by_kernel: bool = False) -> None:
+    q = torch.ones(1, 2, 4, 8, device=device)
+    forward, backward = (q, q, q, None, seed, 0.5, False), (q, None, q, q, q, None, q, q[..., 0], seed, 0.5, False)
+    refuses("seed", lambda: sdpa_forward(*forward), words + " (sdpa_forward)" * by_kernel)
+    refuses("seed", lambda: sdpa_backward(*backward), words + " (sdpa_backward)" * by_kernel)
 
 
-@pytest.mark.parametrize("fake", [False, True])
-def test_unknown_kernel(device: str, fake: bool) -> None:
-    if fake and device == "cuda":
-        pytest.skip("which kernels CUDA has, its library says; it is not asked for fake tensors")
-    with FakeTensorMode() if fake else torch.no_grad():
-        q = torch.randn(1, 2, 4, 8, device=device)
-        refuses_by_kernel("kernel_name", lambda: sdpa_forward(q, q, q, None, None, 0.0, False, kernel_name="no such kernel"))
+def seeds(device: str) -> list[tuple[Tensor | None, str, str]]:
+    """A seed that is refused, what the checks in Python say and what the CUDA kernels do."""
+    own, other = torch.ones(1, device=device).device, "cpu" if device == "cuda" else "meta"
+    want = f"a 1-element int64 tensor on {own}, got "
+    elsewhere = torch.zeros(1, dtype=torch.int64, device=other)
+    return [
+        (None, "a 1-element int64 tensor for dropout_p = 0.5, got None", "a tensor when dropout_p is not 0, got None"),
+        (torch.zeros(1, device=device), f"{want}torch.float32, shape (1) on {own}", "dtype int64, got float32"),
+        (torch.zeros(2, dtype=torch.int64, device=device), f"{want}torch.int64, shape (2) on {own}", "one element, got shape (2,)"),
+        (torch.zeros(0, dtype=torch.int64, device=device), f"{want}torch.int64, shape (0) on {own}", "one element, got shape (0,)"),
+        (elsewhere, f"{want}torch.int64, shape (1) on {other}", "a CUDA tensor, got a tensor on another device"),
+    ]
+
+
+def test_seed_is_needed_for_dropout(device: str) -> None:
+    for seed, words, _ in seeds(device):
+        both_with_seed(device, seed, words)
+
+
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+def test_seed_is_needed_for_dropout_by_the_fake_kernels(device: str) -> None:
+    with FakeTensorMode():
+        for seed, words, _ in seeds(device):
+            both_with_seed(device, seed, words)
+
+
+@pytest.mark.gpu
+def test_seed_is_needed_for_dropout_by_the_kernels() -> None:
+    with torch.inference_mode():
+        for seed, _, words in seeds("cuda"):
+            both_with_seed("cuda", seed, words, by_kernel=True)
+
+
+NAMES = {  # device: what sdpa_forward and sdpa_backward expect, and how they quote
+    "cpu": ("'auto' or 'reference' for CPU tensors", "'auto' or 'reference' for CPU tensors", "'"),
+    "cuda": (
+        '"auto" or one of the kernels "pipeline", "sm90_512", "sm90_1024" and "sm90_pipeline"',
+        '"auto" or "pipeline"',
+        '"',
+    ),
+}
+
+
+def unknown_kernel(device: str, by_kernel: bool = False) -> None:
+    forward_names, backward_names, quote = NAMES[device]
+    q = torch.ones(1, 2, 4, 8, device=device)
+    for name in ("no such kernel", "", "Auto", "reference" if device == "cuda" else "pipeline"):
+        got = f", got {quote}{name}{quote}"
+        words = forward_names + got + " (sdpa_forward)" * by_kernel
+        refuses("kernel_name", lambda name=name: sdpa_forward(q, q, q, None, None, 0.0, False, kernel_name=name), words)
         args = (q, None, q, q, q, None, q, q[..., 0], None, 0.0, False)
-        refuses_by_kernel("kernel_name", lambda: sdpa_backward(*args, kernel_name="no such kernel"))
+        words = backward_names + got + " (sdpa_backward)" * by_kernel
+        refuses("kernel_name", lambda name=name, args=args: sdpa_backward(*args, kernel_name=name), words)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_unknown_kernel(device: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        unknown_kernel(device, by_kernel=inference and device == "cuda")
+
+
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+def test_unknown_kernel_of_fake_tensors(device: str) -> None:
+    """And no other name is unknown."""
+    with FakeTensorMode():
+        unknown_kernel(device)
+        q = torch.ones(1, 2, 4, 8, device=device)
+        for kernel in KERNELS:
+            if kernel.device == device:
+                assert sdpa_forward(q, q, q, None, None, 0.0, False, kernel_name=kernel.name)[0].shape == q.shape
+                args = (q, None, q, q, q, None, q, q[..., 0], None, 0.0, False)
+                assert sdpa_backward(*args, kernel_name=kernel.backward)[0].shape == q.shape
 
 
 @pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
@@ -219,31 +258,95 @@ def test_refused_under_vmap(device: str, op) -> None:
     refuses("key", lambda: torch.vmap(lambda t: op(t, q[:, :, :, :7], q))(q))
 
 
+GRAD = "shape (1, 2, 4, 8), torch.float32 on {device}, got shape "
+ROWS = "shape (1, 2, 4), torch.float32 on {device}, got shape "
+# what differs from a call that is taken; the words of the checks in Python; those of the CUDA kernel
 BACKWARD = {
-    "grad_out": {"grad_out": t(1, 1, 4, 8)},
-    "out": {"out": t(1, 2, 4, 3)},
-    "lse": {"lse": t(1, 2, 3)},
-    "grad_lse": {"grad_lse": t(1, 2, 3)},
-    "seed": {"dropout_p": 0.5},
-    "mask_grad": {"mask_grad": True},
-    "attn_mask": {"attn_mask": t(4, 4), "is_causal": True},
-    "key": {"key": t(1, 2, 4, 9)},
-    "value": {"value": t(1, 2, 5, 8)},
-    "query": {"query": t(1, 2, 4, 8, dtype=torch.int64)},
-    "grad_out of another dtype|grad_out": {"grad_out": t(1, 2, 4, 8, dtype=torch.float64)},
-    "lse of another dtype|lse": {"lse": t(1, 2, 4, dtype=torch.float64)},
-    "grad_lse of another dtype|grad_lse": {"grad_lse": t(1, 2, 4, dtype=torch.float16)},
-    "dropout_p": {"dropout_p": 1.5},
+    "grad_out": ({"grad_out": t(1, 1, 4, 8)}, GRAD + "(1, 1, 4, 8)", "shape (1, 2, 4, 8), got (1, 1, 4, 8)"),
+    "out": ({"out": t(1, 2, 4, 3)}, GRAD + "(1, 2, 4, 3)", "shape (1, 2, 4, 8), got (1, 2, 4, 3)"),
+    "lse": ({"lse": t(1, 2, 3)}, ROWS + "(1, 2, 3)", "shape (1, 2, 4), got (1, 2, 3)"),
+    "grad_lse": ({"grad_lse": t(1, 2, 3)}, ROWS + "(1, 2, 3)", "shape (1, 2, 4), got (1, 2, 3)"),
+    "seed": (
+        {"dropout_p": 0.5},
+        "a 1-element int64 tensor for dropout_p = 0.5, got None",
+        "a tensor when dropout_p is not 0, got None",
+    ),
+    "mask_grad": ({"mask_grad": True}, *("False where attn_mask is None or of dtype bool, got True",) * 2),
+    "attn_mask": (
+        {"attn_mask": t(4, 4), "is_causal": True},
+        "None together with is_causal=True, got a mask of shape (4, 4)",
+        "None with is_causal, got a mask",
+    ),
+    "key": (
+        {"key": t(1, 2, 4, 9)},
+        "the query's head dim E = 8 as its last size, got shape (1, 2, 4, 9)",
+        "head dim 8 as the query has, got 9",
+    ),
+    "value": (
+        {"value": t(1, 2, 5, 8)},
+        "the key's length S = 4 as its second to last size, got shape (1, 2, 5, 8)",
+        "4 rows as the key has, got 5",
+    ),
+    "query": (
+        {"query": t(1, 2, 4, 8, dtype=torch.int64)},
+        "dtype float16, bfloat16, float32 or float64, got torch.int64",
+        "dtype float16, bfloat16, float32 or float64, got int64",
+    ),
+    "grad_out of another dtype|grad_out": (
+        {"grad_out": t(1, 2, 4, 8, dtype=torch.float64)},
+        GRAD + "(1, 2, 4, 8), torch.float64 on {device}",
+        "dtype float32, got float64",
+    ),
+    "lse of another dtype|lse": (
+        {"lse": t(1, 2, 4, dtype=torch.float64)},
+        ROWS + "(1, 2, 4), torch.float64 on {device}",
+        "dtype float32, got float64",
+    ),
+    "grad_lse of another dtype|grad_lse": (
+        {"grad_lse": t(1, 2, 4, dtype=torch.float16)},
+        ROWS + "(1, 2, 4), torch.float16 on {device}",
+        "dtype float32, got float16",
+    ),
+    "dropout_p": ({"dropout_p": 1.5}, "a probability in [0, 1], got 1.5", "a number from 0 to 1, got 1.500000"),
+    "no grad_out|grad_out": ({"grad_out": None}, "a tensor, got None", None),
+    "no out|out": ({"out": None}, "a tensor, got None", None),
 }
 
 
-@pytest.mark.parametrize("fake", [False, True])
-@pytest.mark.parametrize("argument", BACKWARD)
-def test_backward_refuses_what_does_not_fit(device: str, fake: bool, argument: str) -> None:
+def backward_refuses(mode: AbstractContextManager, device: str, argument: str, by_kernel: bool = False) -> None:
     specs = dict.fromkeys(("grad_out", "query", "key", "value", "out"), t(1, 2, 4, 8))
     specs |= {"grad_lse": None, "attn_mask": None, "lse": t(1, 2, 4), "seed": None, "dropout_p": 0.0, "is_causal": False}
-    with FakeTensorMode() if fake else torch.no_grad():
+    changes, words, of_the_kernel = BACKWARD[argument]
+    with mode:
         right = {n: build(s, device) if s is None or isinstance(s, tuple) else s for n, s in specs.items()}
-        wrong = {n: build(s, device) if isinstance(s, tuple) else s for n, s in BACKWARD[argument].items()}
+        wrong = {n: build(s, device) if isinstance(s, tuple) else s for n, s in changes.items()}
         assert len(sdpa_backward(**right)) == 4
-        refuses(argument, lambda: sdpa_backward(**(right | wrong)))
+        words = f"{of_the_kernel} (sdpa_backward)" if by_kernel else words.format(device=right["query"].device)
+        refuses(argument.split("|")[-1], lambda: sdpa_backward(**(right | wrong)), words)
+
+
+@pytest.mark.parametrize("argument", BACKWARD)
+def test_backward_refuses_what_does_not_fit(device: str, argument: str) -> None:
+    backward_refuses(nullcontext(), device, argument)
+
+
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+@pytest.mark.parametrize("argument", BACKWARD)
+def test_backward_of_fake_tensors_refuses_what_does_not_fit(device: str, argument: str) -> None:
+    backward_refuses(FakeTensorMode(), device, argument)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("argument", [name for name, (_, _, words) in BACKWARD.items() if words])
+def test_backward_in_inference_mode_refuses_what_does_not_fit(argument: str) -> None:
+    backward_refuses(torch.inference_mode(), "cuda", argument, by_kernel=True)
+
+
+def test_backward_refuses_layouts(device: str) -> None:
+    right = {name: torch.ones(4, 4, device=device) for name in ("grad_out", "query", "key", "value", "out")}
+    right |= {"grad_lse": None, "attn_mask": None, "lse": torch.ones(4, device=device), "seed": None}
+    right |= {"dropout_p": 0.0, "is_causal": False}
+    for argument in ("grad_out", "query", "key", "value", "attn_mask", "out"):
+        for layout, words in LAYOUTS.items():
+            wrong = right | {argument: of_layout(layout, device)}
+            refuses(argument, lambda wrong=wrong: sdpa_backward(**wrong), DENSE + words)

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from helpers import FLOATS, HALVES, close, compare, leaves, normal, qkv, run, sdpa
+from helpers import FLOATS, HALVES, close, compare, leaves, normal, qkv, run, sdpa, sdpa_with_lse
+
+import attention_ext
 
 ZERO_SIZES = [(0, 2, 3, 4, 8, 8), (2, 0, 3, 4, 8, 8), (2, 2, 0, 4, 8, 8), (2, 2, 3, 0, 8, 8), (2, 2, 3, 4, 0, 8)]
 ZERO_SIZES += [(2, 2, 3, 4, 8, 0), (1, 1, 0, 0, 0, 0), (2, 2, 3, 0, 0, 0), (2, 2, 1, 0, 0, 8), (0, 0, 0, 0, 0, 0)]
@@ -132,6 +134,46 @@ def test_lengths_around_a_tile(device: str, L: int, S: int, dtype: torch.dtype, 
 def test_ranks(device: str, batch: tuple[int, ...], heads: tuple[int, ...], dtype: torch.dtype) -> None:
     out, _ = compare(*qkv(batch, heads, L=6, S=7, E=8, dtype=dtype, device=device))
     assert out.shape == (*batch, *heads, 6, 8)
+
+
+@pytest.mark.parametrize("op", [sdpa, lambda *args, **options: sdpa_with_lse(*args, **options)[0]], ids=["sdpa", "sdpa_with_lse"])
+@pytest.mark.parametrize("rank", [3, 4, 12])
+@pytest.mark.parametrize("kind", ["plain", "dropout", "scale", "bool", "float32", "requires grad"])
+def test_order_in_memory(device: str, kind: str, rank: int, op) -> None:
+    """(..., L, H, E) if the query lies so, else contiguous, whichever operator it is that runs."""
+    batch = {3: (), 4: (2,), 12: (2,) + (1,) * 8}[rank]
+    q, k, v = qkv(batch, (3,), L=5, S=6, E=8, Ev=7, dtype=torch.float16, device=device)
+    mask = {"bool": torch.ones(5, 6, device=device) > 0, "float32": torch.zeros(5, 6, device=device)}.get(kind)
+    if kind == "requires grad":
+        mask = torch.zeros(5, 6, dtype=torch.float16, device=device, requires_grad=True)
+    options = {"dropout": {"dropout_p": 0.5}, "scale": {"is_causal": True, "scale": -1.0}}.get(kind, {})
+    inner = q.transpose(-3, -2).contiguous().transpose(-3, -2)
+    assert op(q, k, v, mask, **options).is_contiguous() and op(q.mT.contiguous().mT, k, v, mask, **options).is_contiguous()
+    out = op(inner, k, v, mask, **options)
+    assert out.transpose(-3, -2).is_contiguous() and out.shape == (*batch, 3, 5, 7)
+    assert op(inner, inner, inner, **options).stride() == inner.stride()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "grouped", "broadcast"])
+def test_ranks_above_ten(device: str, kind: str, dtype: torch.dtype) -> None:
+    """Which the CUDA kernels do not take: there it is PyTorch's operator, with the rest of the contract all the same."""
+    heads = (4, 2) if kind == "grouped" else (3,)
+    q, k, v = qkv((2,), heads, L=5, S=6, E=8, Ev=7, dtype=dtype, device=device)
+    q, k, v = (t.reshape(2, *(1,) * 8, *t.shape[1:]) for t in (q, k, v))
+    if kind == "broadcast":
+        k, v = k[:1, 0], v[1]
+    keep = torch.rand(5, 6, device=device) < 0.6
+    keep[:, 0], keep[3] = True, False
+    mask = {"bool": keep, "float": normal(2, *(1,) * 9, 5, 6, dtype=dtype, device=device)}.get(kind)
+    out, grads = compare(q, k, v, mask, causal=kind == "causal", gqa=kind == "grouped")
+    assert out.dim() == 12 and out.shape == (*q.shape[:-1], 7) and out.dtype == dtype
+    assert [g.shape for g in grads] == [t.shape for t in (q, k, v, *[mask] * (kind == "float"))]
+    if kind == "bool":
+        assert (out[..., 3, :] == 0).all() and (grads[0][..., 3, :] == 0).all()
+    target = attention_ext.explain(q, k, v, mask, is_causal=kind == "causal", enable_gqa=kind == "grouped").kernel
+    assert target == "torch_math" if device == "cuda" else target.startswith("torch")
+    assert ((sdpa(q, k, v, mask, 1.0) if kind != "grouped" else sdpa(q, k, v, None, 1.0, enable_gqa=True)) == 0).all()
 
 
 @pytest.mark.parametrize(

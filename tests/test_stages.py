@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from helpers import HALVES, qkv
+from refusals import FAKE_DEVICES, build, refuses, t
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 OPS = torch.ops.attention_ext
@@ -59,18 +60,228 @@ def test_an_input_that_requires_grad_is_refused(device: str) -> None:
         assert OPS.qk_scores(q, q).shape == (1, 1, 4, 4)
 
 
-@pytest.mark.parametrize("fake", [False, True])
-def test_refusals(device: str, fake: bool) -> None:
-    with FakeTensorMode() if fake else torch.no_grad():
-        scores = torch.randn(2, 4, 4, device=device)
-        for bad, words in (
-            (lambda: OPS.row_softmax(scores, dtype="int8"), "dtype: expected"),
-            (lambda: OPS.row_softmax(scores.double()), "scores: expected"),
-            (lambda: OPS.scores_values(scores, scores[..., 0], torch.randn(2, 5, 3, device=device)), "expected"),
-            (lambda: OPS.qk_scores(scores, torch.randn(2, 4, 5, device=device)), "key: expected"),
-        ):
-            with pytest.raises(RuntimeError, match=f"attention_ext: .*{words}"):
-                bad()
+ARGUMENTS = {
+    "qk_scores": ("query", "key", "attn_mask"),
+    "row_softmax": ("scores",),
+    "scores_values": ("weights", "row_sum", "value"),
+}
+
+
+def grads_are_refused(device: str) -> None:
+    right = {name: torch.ones(2, 4, 4, device=device) for names in ARGUMENTS.values() for name in names}
+    right["row_sum"] = torch.ones(2, 4, device=device)
+    for stage, names in ARGUMENTS.items():
+        for argument in names:
+            tensors = [right[name].detach().requires_grad_(name == argument) for name in names]
+            words = f"a tensor that does not require grad, got one that does: {stage} has no gradient, sdpa has one"
+            refuses(argument, lambda stage=stage, tensors=tensors: getattr(OPS, stage)(*tensors), words)
+            with torch.no_grad():
+                getattr(OPS, stage)(*tensors)
+
+
+def test_every_input_that_requires_grad_is_refused(device: str) -> None:
+    grads_are_refused(device)
+
+
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+def test_every_fake_input_that_requires_grad_is_refused(device: str) -> None:
+    with FakeTensorMode():
+        grads_are_refused(device)
+
+
+FLOATING = "dtype float16, bfloat16, float32 or float64"
+W, SUM, VALUE = t(2, 4, 5, 7), t(2, 4, 5), t(2, 4, 7, 6)
+VALUES = "leading dimensions that broadcast to the weights' shape (2, 4, 5, 7), got shape "
+HALF, DOUBLE, INT = torch.float16, torch.float64, torch.int64
+# stage, arguments, options, the argument that is named, the words behind "expected "
+STAGES = [
+    ("qk_scores", (t(2, 4, 5, 8), t(2, 4, 7, 9)), {}, "key", "the query's head dim E = 8 as its last size, got shape (2, 4, 7, 9)"),
+    ("qk_scores", (t(2, 4, 5, 8), None), {}, "key", "a tensor, got None"),
+    ("qk_scores", (t(8), t(7, 8)), {}, "query", "rank 2 or more, got shape (8) of rank 1"),
+    ("qk_scores", (t(5, 8, dtype=INT), t(7, 8, dtype=INT)), {}, "query", f"{FLOATING}, got torch.int64"),
+    ("qk_scores", (t(5, 8), t(7, 8, dtype=HALF)), {}, "key", "the query's dtype torch.float32, got torch.float16"),
+    (
+        "qk_scores",
+        (t(2, 4, 5, 8), t(3, 4, 7, 8)),
+        {},
+        "key",
+        "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (3, 4, 7, 8)",
+    ),
+    (
+        "qk_scores",
+        (t(2, 4, 5, 8), t(2, 3, 7, 8)),
+        {"enable_gqa": True},
+        "key",
+        "a head count that divides the query's 4, got 3 heads",
+    ),
+    (
+        "qk_scores",
+        (t(2, 4, 5, 8), t(2, 4, 7, 8), t(2, 5, 7)),
+        {},
+        "attn_mask",
+        "a shape of rank 2 or more that broadcasts to (2, 4, 5, 7), got shape (2, 5, 7)",
+    ),
+    (
+        "qk_scores",
+        (t(5, 8), t(7, 8), t(5, 7, dtype=INT)),
+        {},
+        "attn_mask",
+        "dtype bool, float32 or the query's torch.float32, got torch.int64",
+    ),
+    (
+        "qk_scores",
+        (t(5, 8), t(7, 8), t(5, 7), True),
+        {},
+        "attn_mask",
+        "None together with is_causal=True, got a mask of shape (5, 7)",
+    ),
+    ("row_softmax", (None,), {}, "scores", "a tensor, got None"),
+    ("row_softmax", (t(5, 7),), {"dtype": "int8"}, "dtype", "one of float16, bfloat16, float32, float64, got 'int8'"),
+    ("row_softmax", (t(7),), {}, "scores", "rank 2 or more and torch.float32 for float32 weights, got shape (7), torch.float32"),
+    (
+        "row_softmax",
+        (t(5, 7, dtype=DOUBLE),),
+        {"dtype": "float16"},
+        "scores",
+        "rank 2 or more and torch.float32 for float16 weights, got shape (5, 7), torch.float64",
+    ),
+    (
+        "row_softmax",
+        (t(5, 7),),
+        {"dtype": "float64"},
+        "scores",
+        "rank 2 or more and torch.float64 for float64 weights, got shape (5, 7), torch.float32",
+    ),
+    ("scores_values", (None, SUM, VALUE), {}, "weights", "a tensor, got None"),
+    ("scores_values", (W, None, VALUE), {}, "row_sum", "a tensor, got None"),
+    ("scores_values", (W, SUM, None), {}, "value", "a tensor, got None"),
+    ("scores_values", (t(7), t(), t(7, 6)), {}, "weights", "rank 2 or more, got shape (7) of rank 1"),
+    ("scores_values", (W, SUM, t(7)), {}, "value", "rank 2 or more, got shape (7) of rank 1"),
+    (
+        "scores_values",
+        (t(5, 7), t(5), t(7, 6)),
+        {"enable_gqa": True},
+        "weights",
+        "rank 3 or more with enable_gqa, got shape (5, 7) of rank 2",
+    ),
+    ("scores_values", (t(5, 7, dtype=INT), t(5), t(7, 6, dtype=INT)), {}, "weights", f"{FLOATING}, got torch.int64"),
+    ("scores_values", (W, SUM, t(2, 4, 7, 6, dtype=HALF)), {}, "value", "the weights' dtype torch.float32, got torch.float16"),
+    (
+        "scores_values",
+        (t(5, 7, dtype=HALF), t(5, dtype=HALF), t(7, 6, dtype=HALF)),
+        {},
+        "row_sum",
+        "shape (5), torch.float32 on {device}, got shape (5), torch.float16 on {device}",
+    ),
+    (
+        "scores_values",
+        (t(5, 7, dtype=DOUBLE), t(5), t(7, 6, dtype=DOUBLE)),
+        {},
+        "row_sum",
+        "shape (5), torch.float64 on {device}, got shape (5), torch.float32 on {device}",
+    ),
+    (
+        "scores_values",
+        (W, t(2, 4, 7), VALUE),
+        {},
+        "row_sum",
+        "shape (2, 4, 5), torch.float32 on {device}, got shape (2, 4, 7)",
+    ),
+    (
+        "scores_values",
+        (W, t(4, 5), VALUE),
+        {},
+        "row_sum",
+        "shape (2, 4, 5), torch.float32 on {device}, got shape (4, 5), torch.float32 on {device}",
+    ),
+    (
+        "scores_values",
+        (W, SUM, t(2, 4, 5, 6)),
+        {},
+        "value",
+        "the weights' last size S = 7 as its second to last size, got shape (2, 4, 5, 6)",
+    ),
+    ("scores_values", (W, SUM, t(2, 2, 7, 6)), {}, "value", VALUES + "(2, 2, 7, 6)"),
+    ("scores_values", (W, SUM, t(3, 4, 7, 6)), {}, "value", VALUES + "(3, 4, 7, 6)"),
+    ("scores_values", (W, SUM, t(1, 2, 4, 7, 6)), {}, "value", VALUES + "(1, 2, 4, 7, 6)"),
+    (
+        "scores_values",
+        (W, SUM, t(2, 3, 7, 6)),
+        {"enable_gqa": True},
+        "value",
+        "a head count that divides the weights' 4, got 3 heads",
+    ),
+    ("scores_values", (W, SUM, t(2, 0, 7, 6)), {"enable_gqa": True}, "value", "at least one head with enable_gqa, got 0 heads"),
+    ("scores_values", (W, SUM, t(3, 2, 7, 6)), {"enable_gqa": True}, "value", VALUES + "(3, 2, 7, 6)"),
+]
+
+
+def stage_refuses(device: str, stage: str, specs: tuple, options: dict, argument: str, words: str) -> None:
+    args = [build(spec, device) if isinstance(spec, tuple) else spec for spec in specs]
+    words = words.format(device=torch.ones(1, device=device).device)
+    refuses(argument, lambda: getattr(OPS, stage)(*args, **options), words)
+
+
+@pytest.mark.parametrize("number", range(len(STAGES)))
+def test_refusals(device: str, number: int) -> None:
+    stage_refuses(device, *STAGES[number])
+
+
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+@pytest.mark.parametrize("number", range(len(STAGES)))
+def test_refusals_of_fake_tensors(device: str, number: int) -> None:
+    with FakeTensorMode():
+        stage_refuses(device, *STAGES[number])
+
+
+def devices_differ(device: str) -> None:
+    own, other = torch.ones(1, device=device).device, "cpu" if device == "cuda" else "meta"
+    for stage, of, names in (("qk_scores", "query's", ("key", "attn_mask")), ("scores_values", "weights'", ("row_sum", "value"))):
+        for name in names:
+            tensors = {n: torch.ones(4, 4, device=other if n == name else device) for n in ARGUMENTS[stage]}
+            if "row_sum" in tensors:
+                tensors["row_sum"] = tensors["row_sum"][0]
+            words = f"the {of} device {own}, got {other}"
+            if name == "row_sum":
+                words = f"shape (4), torch.float32 on {own}, got shape (4), torch.float32 on {other}"
+            refuses(name, lambda stage=stage, tensors=tensors: getattr(OPS, stage)(*tensors.values()), words)
+
+
+def test_devices_differ(device: str) -> None:
+    devices_differ(device)
+
+
+@pytest.mark.parametrize("device", FAKE_DEVICES)
+def test_devices_of_fake_tensors_differ(device: str) -> None:
+    with FakeTensorMode():
+        devices_differ(device)
+
+
+def test_layouts(device: str) -> None:
+    sparse = torch.eye(4).to_sparse().to(device)
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(4, 4)], layout=torch.jagged).to(device)
+    for wrong, got in ((sparse, "layout torch.sparse_coo"), (nested, "a nested tensor")):
+        for stage, names in ARGUMENTS.items():
+            for name in names:
+                tensors = {n: torch.ones(4, 4, device=device) for n in names}
+                if "row_sum" in tensors:
+                    tensors["row_sum"] = tensors["row_sum"][0]
+                tensors[name] = wrong
+                words = f"a dense (strided) tensor, got {got}"
+                refuses(name, lambda stage=stage, tensors=tensors: getattr(OPS, stage)(*tensors.values()), words)
+
+
+def test_layouts_of_fake_tensors() -> None:
+    mode = FakeTensorMode()
+    dense, sparse = mode.from_tensor(torch.ones(4, 4)), mode.from_tensor(torch.eye(4).to_sparse())
+    words = "a dense (strided) tensor, got layout torch.sparse_coo"
+    with mode:
+        refuses("query", lambda: OPS.qk_scores(sparse, dense), words)
+        refuses("attn_mask", lambda: OPS.qk_scores(dense, dense, sparse), words)
+        refuses("scores", lambda: OPS.row_softmax(sparse), words)
+        refuses("weights", lambda: OPS.scores_values(sparse, dense[0], dense), words)
+        refuses("row_sum", lambda: OPS.scores_values(dense, sparse, dense), words)
+        refuses("value", lambda: OPS.scores_values(dense, dense[0], sparse), words)
 
 
 def test_autocast_leaves_products_alone(device: str) -> None:
