@@ -18,7 +18,7 @@ __device__ __forceinline__ void mark_visible_blocks_of(const ForwardParams& p, c
   const int blocks = min(work.blocks(), kTrackedBlocks), lane = threadIdx.x % 32;
   const int rows = p.mask.row_stride == 0 && work.group == 1 ? 1 : work.rows;
   constexpr int kRowsAtOnce = 8;  // whose reads are under way together
-  const int64_t offsets[2] = {work.offset_of_row(p.batch, p.mask, lane), work.offset_of_row(p.batch, p.mask, lane + 32)};
+  const int64_t low = work.offset_of_row(p.batch, p.mask, lane), high = work.offset_of_row(p.batch, p.mask, lane + 32);
 #pragma unroll 1
   for (int block = threadIdx.x / 32 % 4; block < blocks; block += 4) {
     bool visible = false;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void mark_visible_blocks_of(const ForwardParams& p, c
 #pragma unroll
       for (int row = 0; row < kRowsAtOnce; ++row) {
         // Rows behind the last one are the last one again.
-        const Stored* g_row = g_mask + __shfl_sync(0xffffffffu, offsets[first / 32], first % 32 + row);
+        const Stored* g_row = g_mask + __shfl_sync(0xffffffffu, first < 32 ? low : high, first % 32 + row);
 #pragma unroll
         for (int i = 0; i < Tile::kN / 32; ++i) {
           const int key = min(block * Tile::kN + i * 32 + lane, work.keys - 1);
