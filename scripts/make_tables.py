@@ -256,6 +256,9 @@ def cpu_table(record: dict[str, Any]) -> list[str]:
     lines = ["| call | ours, us | PyTorch's, us | ratio |", "|---|---|---|---|"]
     for row in record["rows"]:
         lines.append(f"| {row['name']} | {row['ours_us']:.1f} | {row['torch_us']:.1f} | {row['ours_us'] / row['torch_us']:.2f} |")
+    if "randomised" in record:
+        outcome = record["randomised"]
+        lines += ["", f"Randomised examples on the CPU: {outcome['count']}, {outcome['failed']} failed."]
     return lines
 
 
