@@ -73,10 +73,10 @@ def with_lse(*tensors: Tensor | None, **options) -> Tensor:
 
 
 @pytest.fixture
-def own_precision():
-    """PyTorch's MATH back end in the tensors' dtype. By default it computes half types in float32, which no fused kernel does."""
+def own_precision(device: str):
+    """On CUDA, MATH in the tensors' dtype: by default it computes half types in float32, as no fused kernel does."""
     before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
-    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before or device == "cuda")
     yield
     torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
 
