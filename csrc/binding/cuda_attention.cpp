@@ -1,6 +1,7 @@
 // sdpa_forward and sdpa_backward on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
 #include <torch/csrc/stable/accelerator.h>
 
+#include <algorithm>
 #include <numeric>
 #include <tuple>
 
@@ -226,7 +227,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   params.grad_value_bytes = grad_value.numel() * element_bytes(params.type);
   params.delta = data_of(row_values);
   params.norm = static_cast<char*>(params.delta) + row_bytes;
-  params.workspace_bytes = workspace_bytes;
+  // delta and norm count towards the cap, and a 64th is left for what torch's allocator may add to a large block.
+  params.workspace_bytes = std::max(workspace_bytes - 2 * row_bytes - workspace_bytes / 64, workspace_bytes / 2);
   Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
   params.workspace = data_of(workspace);
 

@@ -9,8 +9,9 @@
 // `Work` is what differs between kernels:
 //   tiles()                       how many there are
 //   aim(tile)                     Place of a tile: at least `steps` (0: left out) and the positions `a` and `b` of its first boxes
-//   fetch(place, row)             what the epilogue needs of a row of the tile, read before the product so that its latency is hidden
-//   store(place, row, fetched, product, s_strip)   the epilogue; row is the thread's first one, the other is 8 below
+//   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and 8 below, read ahead so that its latency is hidden
+//   store(place, row, fetched, product, s_strip)   the epilogue
+// Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, while products of the tile before run.
 #pragma once
 
 #include "../device/cp_async.cuh"
@@ -33,38 +34,43 @@ template <class Tile, class Work>
 __device__ __forceinline__ void load_tiles(const Work& work, const ProductMaps& maps, typename Tile::Shared& shared) {
   using T = typename Tile::T;
   RingPlace<Tile::kStages> ring;
-#pragma unroll 1
-  for (int64_t tile = blockIdx.x; tile < work.tiles(); tile += gridDim.x) {
-    auto place = work.aim(tile);
-#pragma unroll 1
-    for (int step = 0; step < place.steps; ++step) {
-      mbarrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
-      const uint32_t full = shared_address(&shared.full[ring.slot]);
-      mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
-      tma_load(shared_address(shared.stage[ring.slot].a[0]), &maps.a, place.a, full);
-      const uint32_t s_b = shared_address(shared.stage[ring.slot].b[0]);
-      if constexpr (Tile::kTerms == 2) {
-        tma_load(s_b, &maps.b, place.b, full);
-        place.a.at[2] = place.b.at[2] = 1;
-        tma_load(shared_address(shared.stage[ring.slot].a[1]), &maps.a, place.a, full);
-        tma_load(shared_address(shared.stage[ring.slot].b[1]), &maps.b, place.b, full);
-        place.a.at[2] = place.b.at[2] = 0;
-        place.b.at[0] += Tile::kK;
-      } else if constexpr (Tile::kColumnsB) {
-        TensorPosition box = place.b;
+  const int64_t tiles = work.tiles();
+  auto place = work.aim(blockIdx.x);
+  const auto load_step = [&] {
+    mbarrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+    const uint32_t full = shared_address(&shared.full[ring.slot]);
+    mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+    tma_load(shared_address(shared.stage[ring.slot].a[0]), &maps.a, place.a, full);
+    const uint32_t s_b = shared_address(shared.stage[ring.slot].b[0]);
+    if constexpr (Tile::kTerms == 2) {
+      tma_load(s_b, &maps.b, place.b, full);
+      place.a.at[2] = place.b.at[2] = 1;
+      tma_load(shared_address(shared.stage[ring.slot].a[1]), &maps.a, place.a, full);
+      tma_load(shared_address(shared.stage[ring.slot].b[1]), &maps.b, place.b, full);
+      place.a.at[2] = place.b.at[2] = 0;
+      place.b.at[0] += Tile::kK;
+    } else if constexpr (Tile::kColumnsB) {
+      TensorPosition box = place.b;
 #pragma unroll
-        for (int i = 0; i < Tile::kColumnBoxes; ++i) {
-          tma_load(s_b + i * 64 * Tile::kK * sizeof(T), &maps.b, box, full);
-          box.at[0] += 64;
-        }
-        place.b.at[1] += Tile::kK;
-      } else {
-        tma_load(s_b, &maps.b, place.b, full);
-        place.b.at[0] += Tile::kK;
+      for (int i = 0; i < Tile::kColumnBoxes; ++i) {
+        tma_load(s_b + i * 64 * Tile::kK * sizeof(T), &maps.b, box, full);
+        box.at[0] += 64;
       }
-      place.a.at[0] += Tile::kK;
-      ring.advance();
+      place.b.at[1] += Tile::kK;
+    } else {
+      tma_load(s_b, &maps.b, place.b, full);
+      place.b.at[0] += Tile::kK;
     }
+    place.a.at[0] += Tile::kK;
+    ring.advance();
+  };
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    if (place.steps > 0) load_step();
+    const auto next = work.aim(tile + gridDim.x < tiles ? tile + gridDim.x : tile);
+#pragma unroll 1
+    for (int step = 1; step < place.steps; ++step) load_step();
+    place = next;
   }
 }
 
@@ -110,34 +116,43 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
       leads = false;
     }
   };
+  const int64_t tiles = work.tiles();
+  auto place = work.aim(blockIdx.x);
+  auto fetched = work.fetch(place, row);
 #pragma unroll 1
-  for (int64_t tile = blockIdx.x; tile < work.tiles(); tile += gridDim.x) {
-    const auto place = work.aim(tile);
-    const auto first = work.fetch(place, row), second = work.fetch(place, row + 8);
-    if (place.steps > 0) {
-      if constexpr (Tile::kTerms == 2) {
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    auto next = place;
+    auto next_fetched = fetched;
+    const auto look_ahead = [&] {
+      if (tile + gridDim.x >= tiles) return;
+      next = work.aim(tile + gridDim.x);
+      next_fetched = work.fetch(next, row);
+    };
+    if (place.steps == 0) {
+      look_ahead();
+    } else if constexpr (Tile::kTerms == 2) {
 #pragma unroll
-        for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
-        for (int step = 0; step < place.steps; ++step) {
-          float sums[Tile::kN / 2];
-          mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-          const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
-          wgmma_fence();
-          operands.multiply(sums, 1, 0, true);  // the small ones first, while there is little to truncate
-          operands.multiply(sums, 0, 1, false);
-          operands.multiply(sums, 0, 0, false);
-          wgmma_commit();
-          let_follow(step, place.steps);
-          wgmma_wait<0>();
-          pin_registers(sums);
-          release(ring.slot);
-          ring.advance();
+      for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+      for (int step = 0; step < place.steps; ++step) {
+        float sums[Tile::kN / 2];
+        mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+        const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
+        wgmma_fence();
+        operands.multiply(sums, 1, 0, true);  // the small ones first, while there is little to truncate
+        operands.multiply(sums, 0, 1, false);
+        operands.multiply(sums, 0, 0, false);
+        wgmma_commit();
+        let_follow(step, place.steps);
+        if (step == place.steps - 1) look_ahead();
+        wgmma_wait<0>();
+        pin_registers(sums);
+        release(ring.slot);
+        ring.advance();
 #pragma unroll
-          for (int i = 0; i < Tile::kN / 2; ++i) product[i] += sums[i];
-        }
-        work.store(place, row, first, second, product, s_strip);
-        continue;
+        for (int i = 0; i < Tile::kN / 2; ++i) product[i] += sums[i];
       }
+      work.store(place, row, fetched, product, s_strip);
+    } else {
       int previous = 0;
       for (int step = 0; step < place.steps; ++step) {
         mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
@@ -151,11 +166,14 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
         previous = ring.slot;
         ring.advance();
       }
+      look_ahead();
       wgmma_wait<0>();
       pin_registers(product);
       release(previous);
-      work.store(place, row, first, second, product, s_strip);
+      work.store(place, row, fetched, product, s_strip);
     }
+    place = next;
+    fetched = next_fetched;
   }
   if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
 }

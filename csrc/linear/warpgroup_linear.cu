@@ -50,14 +50,21 @@ struct WarpgroupLinearWork {
     return at;
   }
 
-  // What the row's terms say of it.
-  __device__ __forceinline__ TermsRow fetch(const Place& at, int row) const {
+  // What the terms of the two rows say of them.
+  struct Fetched {
+    TermsRow first, second;
+  };
+  __device__ __forceinline__ Fetched fetch(const Place& at, int row) const {
+    return {terms_of_row(at, row), terms_of_row(at, row + 8)};
+  }
+  __device__ __forceinline__ TermsRow terms_of_row(const Place& at, int row) const {
     return kTerms && row < at.rows ? p.input_rows[at.row + row] : TermsRow{kRowOfZeros, 0.0f};
   }
 
-  __device__ __forceinline__ void store(const Place& at, int row, TermsRow first_row, TermsRow second_row,
-                                        const float (&product)[Tile::kN / 2], uint32_t) const {
+  __device__ __forceinline__ void store(const Place& at, int row, const Fetched& fetched, const float (&product)[Tile::kN / 2],
+                                        uint32_t) const {
     const int lane = threadIdx.x % 32, warp_rows = min(max(at.rows - (row - lane / 4), 0), kStatisticsRows);
+    const TermsRow first_row = fetched.first, second_row = fetched.second;
     const bool exists[2] = {row < at.rows, row + 8 < at.rows};
     const int exponents[2] = {first_row.exponent, second_row.exponent};
     const bool pairs = p.pitch % 2 == 0;

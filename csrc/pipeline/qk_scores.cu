@@ -10,6 +10,7 @@
 #include "../gemm/mainloop.cuh"
 #include "../params.h"
 #include "score_mask.cuh"
+#include "segment.cuh"
 
 namespace attention_ext {
 namespace {
@@ -100,6 +101,8 @@ struct ScoresWork {
     constexpr int kQuads = kSegment / 8, kChunk = 8, kHalfPitch = kSegment + 8;
     const int lane = threadIdx.x % 32, lane_row = lane / 2;
     const Acc scale = static_cast<Acc>(p.scale);
+    const bool products = kPlain && scale > 0;  // as good as scores until their maxima are known
+    const Acc factor = products ? scale : Acc(1);
     product.for_each_strip(shared, [&](float* s_strip, int strip_row, int strip_col) {
       const int row = strip_row + lane_row;
       Acc x[kQuads][4];
@@ -110,7 +113,7 @@ struct ScoresWork {
         const Quad<float> dot = *reinterpret_cast<const Quad<float>*>(s_strip + lane_row * Tile::kStripPitch + col);
         if constexpr (kPlain) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) x[quad][e] = scale * dot.value[e];
+          for (int e = 0; e < 4; ++e) x[quad][e] = products ? dot.value[e] : scale * dot.value[e];
         } else if (row < at.rows && strip_col + col < at.cols) {
           scores_of(at, mask_offset, row, strip_col + col, dot.value, x[quad]);
         } else {
@@ -119,9 +122,18 @@ struct ScoresWork {
 #pragma unroll
         for (int e = 0; e < 4; ++e) max = maximum(max, x[quad][e]);
       }
-      max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
-      const Acc stored_reference = segment_reference(max);
-      const Acc reference = max == negative_infinity(Acc(0)) ? Acc(0) : stored_reference;
+      max = factor * maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
+      const Acc reference = segment_reference(max), subtract = subtrahend(reference);
+      Acc unit = factor * kLog2E, offset = subtract * kLog2E;
+      if (!(fabsf(max) < kLargeScore)) {
+#pragma unroll
+        for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) x[quad][e] = (factor * x[quad][e] - subtract) * kLog2E;
+        }
+        unit = 1;
+        offset = 0;
+      }
       __syncwarp();  // the strip has been read
 
       T* s_half = reinterpret_cast<T*>(s_strip);
@@ -131,7 +143,7 @@ struct ScoresWork {
         Quad<T> weights;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const Acc weight = exp_difference<T>(x[quad][e], reference);
+          const Acc weight = exp2_approx(fmaf(x[quad][e], unit, -offset));
           weights.value[e] = from_accumulator<T>(weight);
           sum += weight;
           rounded_sum += to_accumulator(weights.value[e]);
@@ -143,7 +155,7 @@ struct ScoresWork {
       if (lane % 2 == 0 && row < at.rows && strip_col < at.cols) {
         static_cast<SegmentStatistics*>(
             p.statistics.data)[at.slice_index * p.statistics.slice_stride + (at.slice_row + row) * p.statistics.row_stride +
-                               (at.slice_col + strip_col) / kSegment] = {stored_reference, sum, rounded_sum};
+                               (at.slice_col + strip_col) / kSegment] = {reference, sum, rounded_sum};
       }
       __syncwarp();  // the exponentials are there
 #pragma unroll

@@ -43,7 +43,4 @@ __device__ __forceinline__ void finish_scores(const QkScoresParams& p, const Sco
   }
 }
 
-// The reference of a segment with this maximum: kReferenceStep. -inf stays -inf.
-__device__ __forceinline__ float segment_reference(float max) { return floorf(max * (1.0f / kReferenceStep)) * kReferenceStep; }
-
 }  // namespace attention_ext

@@ -4,9 +4,11 @@
 // Product of block tiles of 128 queries by 256 keys, gemm/warpgroup_mainloop.cuh. In the epilogue a segment lies in the registers of
 // four lanes: maximum, exponentials, sums, two shuffles each; then through shared memory to rows of 128 bytes.
 // Grid: one CTA an SM, which stays; 384 threads. Shared memory: WarpgroupTile::Shared. Registers: 232 a consumer thread.
+#include "../device/mma.cuh"
 #include "../gemm/warpgroup_mainloop.cuh"
 #include "../params.h"
 #include "../pipeline/score_mask.cuh"
+#include "../pipeline/segment.cuh"
 #include "../pipeline/slices.h"
 #include "tensor_map.h"
 
@@ -16,6 +18,7 @@ namespace {
 template <class Tile>
 struct ProductScoresWork {
   using T = typename Tile::T;
+  static constexpr int kSegments = Tile::kN / kSegment;
 
   const QkScoresParams& p;
 
@@ -43,86 +46,114 @@ struct ProductScoresWork {
   }
   __device__ __forceinline__ Nothing fetch(const Place&, int) const { return {}; }
 
-  __device__ __forceinline__ void store(const Place& at, int row, Nothing, Nothing, const float (&product)[Tile::kN / 2],
+  __device__ __forceinline__ void store(const Place& at, int row, Nothing, const float (&product)[Tile::kN / 2],
                                         uint32_t s_strip) const {
     const bool plain = p.mask_type == MaskType::kNone && !(p.causal && at.col + Tile::kN - 1 > at.row) && at.rows >= Tile::kM &&
                        at.cols >= Tile::kN;
-    if (plain) {
-      store_segments<true>(at, row, product, s_strip);
-    } else {
-      store_segments<false>(at, row, product, s_strip);
+    if (!plain || !store_plain(at, row, product, s_strip)) store_any(at, row, product, s_strip);
+  }
+
+  // A tile whose keys all exist and are visible: no score is computed, as the largest product is the largest score's. False where
+  // that, or the multiply-add that makes exponents of products, does not hold: then nothing is stored.
+  __device__ __forceinline__ bool store_plain(const Place& at, int row, const float (&product)[Tile::kN / 2],
+                                              uint32_t s_strip) const {
+    const float scale = static_cast<float>(p.scale), unit = scale * kLog2E;
+    float references[kSegments][2];
+    bool usual = scale > 0.0f;
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float largest = scale * segment_max(product, segment, half);
+        references[segment][half] = segment_reference(largest);
+        usual = usual && fabsf(largest) < kLargeScore;
+      }
+    }
+    if (!__all_sync(0xffffffffu, usual)) return false;
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+      float x[kSegment / 2];
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) {
+        x[i] = exp2_approx(fmaf(product[segment * (kSegment / 2) + i], unit, -kLog2E * references[segment][i / 2 % 2]));
+      }
+      store_segment<true>(at, row, segment, x, references[segment], s_strip);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ void store_any(const Place& at, int row, const float (&product)[Tile::kN / 2],
+                                            uint32_t s_strip) const {
+    const float scale = static_cast<float>(p.scale);
+    const int64_t mask_offset = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+      if (segment * kSegment >= at.cols) break;
+      float x[kSegment / 2], references[2];
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; i += 2) {
+        const int pair_row = row + i / 2 % 2 * 8;
+        float pair[2] = {negative_infinity(0.0f), negative_infinity(0.0f)};
+        if (pair_row < at.rows) {
+          pair[0] = scale * product[segment * (kSegment / 2) + i];
+          pair[1] = scale * product[segment * (kSegment / 2) + i + 1];
+          finish_scores<T>(p, at, mask_offset, pair_row, segment * kSegment + i / 4 * 8 + threadIdx.x % 4 * 2, pair);
+        }
+        x[i] = pair[0];
+        x[i + 1] = pair[1];
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) references[half] = segment_reference(segment_max(x, 0, half));
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) x[i] = exp_difference<T>(x[i], subtrahend(references[i / 2 % 2]));
+      store_segment<false>(at, row, segment, x, references, s_strip);
     }
   }
 
-  template <bool kPlain>
-  __device__ __forceinline__ void store_segments(const Place& at, int row, const float (&product)[Tile::kN / 2],
-                                                 uint32_t s_strip) const {
-    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
-    const float scale = static_cast<float>(p.scale);
-    const int64_t mask_offset =
-        kPlain || p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
-    T* g_out = static_cast<T*>(p.out.data) + at.slice_index * p.out.slice_stride +
-               (at.slice_row + warp_row) * p.out.row_stride + at.slice_col;
-    SegmentStatistics* g_statistics = static_cast<SegmentStatistics*>(p.statistics.data) +
-                                      at.slice_index * p.statistics.slice_stride +
-                                      (at.slice_row + row) * p.statistics.row_stride + at.slice_col / kSegment;
+  // The largest of a segment of x in one of the thread's two rows.
+  template <int kCount>
+  static __device__ __forceinline__ float segment_max(const float (&x)[kCount], int segment, int half) {
+    float max = negative_infinity(0.0f);
 #pragma unroll
-    for (int segment = 0; segment < Tile::kN / kSegment; ++segment) {
-      const int first_col = segment * kSegment;
-      if (!kPlain && first_col >= at.cols) break;
-      float x[kSegment / 2];
-#pragma unroll
-      for (int i = 0; i < kSegment / 2; ++i) x[i] = scale * product[segment * (kSegment / 2) + i];
-      if constexpr (!kPlain) {
-#pragma unroll
-        for (int i = 0; i < kSegment / 2; i += 2) {
-          const int pair_row = row + i / 2 % 2 * 8;
-          float pair[2] = {negative_infinity(0.0f), negative_infinity(0.0f)};
-          if (pair_row < at.rows) {
-            pair[0] = x[i];
-            pair[1] = x[i + 1];
-            finish_scores<T>(p, at, mask_offset, pair_row, first_col + i / 4 * 8 + lane % 4 * 2, pair);
-          }
-          x[i] = pair[0];
-          x[i + 1] = pair[1];
-        }
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float max = negative_infinity(0.0f);
-#pragma unroll
-        for (int i = 2 * half; i < kSegment / 2; i += 4) max = maximum(max, maximum(x[i], x[i + 1]));
-        max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
-        max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 2));
-        const float reference = segment_reference(max);
-        const float subtract = max == negative_infinity(0.0f) ? 0.0f : reference;
-        float sum = 0.0f, rounded_sum = 0.0f;
-#pragma unroll
-        for (int i = 2 * half; i < kSegment / 2; i += 4) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float weight = exp_difference<T>(x[i + e], subtract);
-            sum += weight;
-            x[i + e] = to_accumulator(from_accumulator<T>(weight));
-            rounded_sum += x[i + e];
-          }
-        }
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        rounded_sum += __shfl_xor_sync(0xffffffffu, rounded_sum, 1);
-        rounded_sum += __shfl_xor_sync(0xffffffffu, rounded_sum, 2);
-        if (lane % 4 == 0 && (kPlain || row + 8 * half < at.rows)) {
-          g_statistics[8 * half * p.statistics.row_stride + segment] = {reference, sum, rounded_sum};
-        }
-      }
-      for_each_chunk<T, 4>(x, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
-        // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
-        if (kPlain || (warp_row + chunk_row < at.rows && first_col + chunk_col < at.cols)) {
-          *reinterpret_cast<uint4*>(g_out + chunk_row * p.out.row_stride + first_col + chunk_col) =
-              *reinterpret_cast<const uint4*>(chunk);
-        }
-      });
+    for (int i = 2 * half; i < kSegment / 2; i += 4) {
+      max = maximum(max, maximum(x[segment * (kSegment / 2) + i], x[segment * (kSegment / 2) + i + 1]));
     }
+    return warp_max<4>(max);
+  }
+
+  // Exponentials x of a segment and its statistics, on their way to memory. kWhole: all of its rows and keys exist.
+  template <bool kWhole>
+  __device__ __forceinline__ void store_segment(const Place& at, int row, int segment, const float (&x)[kSegment / 2],
+                                                const float (&references)[2], uint32_t s_strip) const {
+    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+    uint32_t weights[kSegment / 4];
+    float sum[2] = {0.0f, 0.0f}, rounded_sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kSegment / 4; ++i) {
+      weights[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
+      sum[i % 2] += x[2 * i];
+      sum[i % 2] += x[2 * i + 1];
+    }
+    const uint32_t ones = pack_pair<T>(1.0f, 1.0f);  // the sums of what was rounded: a product with columns of ones
+#pragma unroll
+    for (int i = 0; i < kSegment / 4; i += 4) mma_16x8x16<T>(rounded_sum, weights + i, ones, ones);
+    float4* g_statistics = static_cast<float4*>(p.statistics.data) + at.slice_index * p.statistics.slice_stride +
+                           (at.slice_row + row) * p.statistics.row_stride + at.slice_col / kSegment + segment;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = warp_sum<4>(sum[half]);
+      if (lane % 4 == 0 && (kWhole || row + 8 * half < at.rows)) {
+        g_statistics[8 * half * p.statistics.row_stride] = {references[half], sum[half], rounded_sum[2 * half], 0.0f};
+      }
+    }
+    T* g_out = static_cast<T*>(p.out.data) + at.slice_index * p.out.slice_stride +
+               (at.slice_row + warp_row + lane / 8) * p.out.row_stride + at.slice_col + segment * kSegment + lane % 8 * 8;
+    for_each_chunk<T, 4>(weights, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
+      // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
+      if (kWhole || (warp_row + chunk_row < at.rows && segment * kSegment + chunk_col < at.cols)) {
+        *reinterpret_cast<uint4*>(g_out + (chunk_row - lane / 8) * p.out.row_stride) = *reinterpret_cast<const uint4*>(chunk);
+      }
+    });
   }
 };
 

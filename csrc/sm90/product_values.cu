@@ -48,24 +48,45 @@ struct ProductValuesWork {
     return at;
   }
 
-  // The row's sum of weights.
-  __device__ __forceinline__ float fetch(const Place& at, int row) const {
-    if (row >= at.rows) return 0.0f;
-    return static_cast<const float*>(
-        p.row_sum.data)[at.slice_index * p.row_sum.slice_stride + (at.row + row) * p.row_sum.row_stride];
+  struct Fetched {
+    float sums[2];  // of the rows' weights
+    int64_t out;    // offset of the matrix
+  };
+  __device__ __forceinline__ Fetched fetch(const Place& at, int row) const {
+    const float* g_sum = static_cast<const float*>(p.row_sum.data) + at.slice_index * p.row_sum.slice_stride;
+    Fetched fetched;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int of = row + 8 * half;
+      fetched.sums[half] = of < at.rows ? g_sum[(at.row + of) * p.row_sum.row_stride] : 0.0f;
+    }
+    fetched.out = batch_offset(p.batch, p.out, static_cast<uint32_t>(at.n), at.slice_index);
+    return fetched;
   }
 
-  __device__ __forceinline__ void store(const Place& at, int row, float first_sum, float second_sum,
-                                        const float (&product)[Tile::kN / 2], uint32_t s_strip) const {
-    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+  __device__ __forceinline__ void store(const Place& at, int row, const Fetched& fetched, const float (&product)[Tile::kN / 2],
+                                        uint32_t s_strip) const {
+    if (p.out.vector && at.rows >= Tile::kM && at.cols >= Tile::kN) {
+      store_scaled<true>(at, row, fetched, product, s_strip);
+    } else {
+      store_scaled<false>(at, row, fetched, product, s_strip);
+    }
+  }
+
+  // kWhole: all of the tile exists, and rows lie in whole chunks.
+  template <bool kWhole>
+  __device__ __forceinline__ void store_scaled(const Place& at, int row, const Fetched& fetched,
+                                               const float (&product)[Tile::kN / 2], uint32_t s_strip) const {
     const float factor = static_cast<float>(p.factor);
-    const float factors[2] = {first_sum == 0.0f ? 0.0f : factor / first_sum, second_sum == 0.0f ? 0.0f : factor / second_sum};
-    T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
-               (p.slice.row_begin + at.row + warp_row) * p.out.row_stride + at.col * p.out.col_stride;
+    const float factors[2] = {fetched.sums[0] == 0.0f ? 0.0f : factor / fetched.sums[0],
+                              fetched.sums[1] == 0.0f ? 0.0f : factor / fetched.sums[1]};
+    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+    T* g_out = static_cast<T*>(p.out.data) + fetched.out +
+               (p.slice.row_begin + at.row + warp_row + lane / 8) * p.out.row_stride + at.col * p.out.col_stride;
 #pragma unroll
     for (int strip = 0; strip < Tile::kN / Tile::kStripCols; ++strip) {
       const int first_col = strip * Tile::kStripCols;
-      if (first_col >= at.cols) break;
+      if (!kWhole && first_col >= at.cols) break;
       float x[Tile::kStripCols / 2];
 #pragma unroll
       for (int i = 0; i < Tile::kStripCols / 2; ++i) {
@@ -74,8 +95,12 @@ struct ProductValuesWork {
       }
       for_each_chunk<T, 4>(x, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
         const int col = first_col + chunk_col;
-        if (warp_row + chunk_row >= at.rows || col >= at.cols) return;
-        store_chunk(g_out + chunk_row * p.out.row_stride, col, at.cols, p.out, chunk);
+        T* g_row = g_out + (chunk_row - lane / 8) * p.out.row_stride;
+        if (kWhole) {
+          *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(chunk);
+        } else if (warp_row + chunk_row < at.rows && col < at.cols) {
+          store_chunk(g_row, col, at.cols, p.out, chunk);
+        }
       });
     }
   }
