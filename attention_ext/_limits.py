@@ -88,7 +88,7 @@ def check_limits(
     given = {name: (tensor, tail) for name, (tensor, tail) in inputs.items() if tensor is not None}
     for name, (tensor, tail) in given.items():
         if any(isinstance(size, int) and size > _LARGEST for size in tensor.shape[-tail:]):
-            refuse(name, "matrices of less than 2^31 rows and columns", shape_of(tensor))
+            refuse(name, "matrices of at most 2^31 - 1025 rows and columns", shape_of(tensor))
     if len(batch) <= _MAX_BATCH_DIMS:
         return
     layouts: list[tuple[Layout, int]] = [((tensor.shape, tensor.stride()), tail) for tensor, tail in given.values()]

@@ -2,6 +2,7 @@
 
 import math
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +17,7 @@ from attention_ext import _measure
 __all__ = ["Sample", "attempt", "extra_memory", "first_line", "log", "naive", "three_calls", "time_ms", "unit", "within_rule"]
 
 DEVICE = torch.device("cuda")
+REST = 0.25  # seconds
 
 
 def log(text: str) -> None:
@@ -37,12 +39,17 @@ def attempt(row: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"not_available": first_line(error)}
 
 
-def time_ms(call: Callable[[], Any], cold_l2: bool = False, most: int = 30) -> float:
+def time_ms(call: Callable[[], Any], cold_l2: bool = False, most: int = 30, rested: bool = True) -> float:
     """Median of 5 to `most` calls in milliseconds, fewer for slow ones; of `most` calls where that is less than 5.
 
-    cold_l2: before each call, outside of what is timed, a buffer of twice the L2 cache is written. Otherwise the calls follow each
-    other, with whatever the one before has left in L2.
+    rested: the device idles for REST seconds before. At its power limit a card is up to 20 % slower for some 0.1 s after other
+    work, which is none of the call's doing.
+    cold_l2: before each call, outside of what is timed, a buffer of twice the L2 cache is written. Otherwise the calls follow
+    each other, with whatever the one before has left in L2.
     """
+    if rested:
+        torch.cuda.synchronize()
+        time.sleep(REST)
     timed = _cold_ms if cold_l2 else partial(_measure.time_ms, device=DEVICE)
     if most < 5:
         return timed(call, repeat=most)

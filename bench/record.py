@@ -60,9 +60,9 @@ def ceilings() -> dict[str, float]:
 
 
 def measure(case: Case, call: Callable[[], Tensor], sample: Sample, ceilings: dict[str, float], most: int = 30) -> dict[str, Any]:
-    """One row: time twice, rate and share of the ceiling (of the copy's where L2 is cold), errors, extra memory."""
+    """One row: time from rest and, at once, again; rate, share of the ceiling (of the copy's if L2 is cold), errors, memory."""
     errors = sample.errors(call())
-    ms, again = time_ms(call, case.cold_l2, most), time_ms(call, case.cold_l2, most)
+    ms, again = time_ms(call, case.cold_l2, most), time_ms(call, case.cold_l2, most, rested=False)
     rate = case.flop / ms / 1e9
     row: dict[str, Any] = {"ms": ms, "ms_second_pass": again, "tflops": rate}
     if case.cold_l2:
@@ -114,7 +114,7 @@ def forward_case(case: Case, ceilings: dict[str, float], quick: bool) -> dict[st
     if explanation.kernel != "pipeline" and not quick:  # what the pipeline would take, for the crossover
         forced = {"enable_gqa": case.Hk != case.Hq, "kernel_name": "pipeline"}
         arguments = (q, k, v, None, None, 0.0, case.causal)
-        calls["pipeline"] = lambda **given: measure(case, lambda: OPS.sdpa_forward(*arguments, **forced)[0], most=5, **given)
+        calls["pipeline"] = lambda **given: measure(case, lambda: OPS.sdpa_forward(*arguments, **forced)[0], **given)
     rows: dict[str, Any] = {}
     for name, row in (calls | rivals(case, q, k, v, options, quick)).items():
         values = rows[name] = attempt(lambda row=row: row(sample=sample, ceilings=ceilings))

@@ -19,7 +19,7 @@ CSRC = Path(__file__).parent.parent / "csrc"
 OPS = torch.ops.attention_ext
 FAKE_CUDA = FAKE_DEVICES[1:]
 LARGEST = 2**31 - 1 - 1024
-WORDS = "matrices of less than 2^31 rows and columns, got shape "
+WORDS = "matrices of at most 2^31 - 1025 rows and columns, got shape "
 PLAIN = (None, None, 0.0, False)
 
 

@@ -79,7 +79,7 @@ inline void check_tensor(const char* op, const char* argument, const Tensor& ten
   if (tensor.dim() < rank) fail(op, argument, "at least " + std::to_string(rank) + " dims", "shape " + text(sizes));
   for (size_t dim = sizes.size() - rank; dim < sizes.size(); ++dim) {
     if (sizes[dim] > std::numeric_limits<int32_t>::max() - 1024)
-      fail(op, argument, "matrices of less than 2^31 rows and columns", "shape " + text(sizes));
+      fail(op, argument, "matrices of at most 2^31 - 1025 rows and columns", "shape " + text(sizes));
   }
 }
 
@@ -143,8 +143,8 @@ class Views {
   void broadcast(const char* argument, const Tensor& tensor, int64_t matrix_dims) {
     const Sizes own = batch_of(tensor, matrix_dims);
     if (enable_gqa_ && own.empty()) fail(op_, argument, "at least 3 dims with enable_gqa", "shape " + text(sizes_of(tensor)));
-    const bool first = !started_;
-    started_ = true;
+    const bool first = first_ == nullptr;
+    if (first) first_ = argument;
     if (own.size() > sizes_.size()) sizes_.insert(sizes_.begin(), own.size() - sizes_.size(), 1);
     for (size_t i = 1; i <= own.size(); ++i) {
       int64_t& whole = sizes_[sizes_.size() - i];
@@ -182,7 +182,7 @@ class Views {
 
   void finish(BatchDims& batch) const {
     if (!merge_batch_dims(sizes_, operands_, batch)) {
-      fail(op_, "query", "at most " + std::to_string(kMaxBatchDims) + " leading dims that strides keep apart", text(sizes_));
+      fail(op_, first_, "at most " + std::to_string(kMaxBatchDims) + " leading dims that strides keep apart", text(sizes_));
     }
   }
 
@@ -207,7 +207,7 @@ class Views {
 
   const char* op_;
   bool enable_gqa_;
-  bool started_ = false;
+  const char* first_ = nullptr;  // the argument that was broadcast first
   Sizes sizes_;
   std::vector<BatchOperand> operands_;
 };

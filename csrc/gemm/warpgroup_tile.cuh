@@ -20,7 +20,7 @@ struct WarpgroupTile {
   static constexpr int kM = 128, kN = 256;
   static constexpr int kK = 64;              // a row of 128 bytes, the widest swizzle
   static constexpr int kStages = 4;          // 192 KB; what is left holds the strips of the epilogue
-  static constexpr int kSkew = kStages - 1;  // steps that the second warpgroup begins behind the first
+  static constexpr int kSkew = kStages - 2;  // steps that the second warpgroup begins behind the first
   static constexpr int kConsumers = 2;       // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
