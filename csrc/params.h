@@ -289,7 +289,8 @@ cudaError_t fused_forward_512(const ForwardParams& params, cudaStream_t stream);
 cudaError_t fused_forward_1024(const ForwardParams& params, cudaStream_t stream);
 
 // Host drivers: slices so that the workspace stays under the cap. The workspace functions return the bytes the driver
-// will use under a cap: no more than the cap, except where a single row (forward) or 8 keys (backward) need more.
+// will use under a cap: no more than the cap, except where a single row (forward) or a row tile by 8 keys of a group
+// (backward) need more.
 int64_t pipeline_forward_workspace(const ForwardParams& params);
 cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream);
 int64_t pipeline_backward_workspace(const BackwardParams& params);

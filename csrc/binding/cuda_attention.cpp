@@ -227,8 +227,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   params.grad_value_bytes = grad_value.numel() * element_bytes(params.type);
   params.delta = data_of(row_values);
   params.norm = static_cast<char*>(params.delta) + row_bytes;
-  // delta and norm count towards the cap, and a 64th is left for what torch's allocator may add to a large block.
-  params.workspace_bytes = std::max(workspace_bytes - 2 * row_bytes - workspace_bytes / 64, workspace_bytes / 2);
+  // delta and norm count towards the cap, of which slices may have a quarter in any case, and a 64th is left for what torch's allocator
+  // may add to a large block.
+  const int64_t cap = std::max<int64_t>(workspace_bytes, 0);
+  params.workspace_bytes = std::max(cap - 2 * row_bytes - cap / 64, cap / 4);
   Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
   params.workspace = data_of(workspace);
 

@@ -6,6 +6,12 @@ namespace attention_ext {
 __device__ __forceinline__ float negative_infinity(float) { return __int_as_float(0xff800000); }
 __device__ __forceinline__ double negative_infinity(double) { return __longlong_as_double(0xfff0000000000000LL); }
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Whether products will do for scores until their maxima are known, scale being a factor of their exponents: it is positive as a float,
+// and log2(e) times it does not overflow.
+__host__ __device__ constexpr bool scales_exponents(float scale) { return scale > 0.0f && scale < 1e30f; }
+
 // 2^x by the special function unit, relative error 2^-22; -inf gives 0, NaN stays NaN.
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -24,7 +30,7 @@ __device__ __forceinline__ float exp2_difference(float x, float reference, float
 template <class T>
 __device__ __forceinline__ float exp_difference(float x, float reference) {
   if constexpr (sizeof(T) == 2) {
-    return exp2_approx((x - reference) * 1.4426950408889634f);
+    return exp2_approx((x - reference) * kLog2E);
   } else {
     return expf(x - reference);
   }

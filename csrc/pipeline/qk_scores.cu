@@ -54,8 +54,7 @@ struct ScoresWork {
 
   // x = the scores of a quad.
   __device__ __forceinline__ void scores_of(const ScorePlace& at, int64_t mask_offset, int tile_row, int tile_col,
-                                            const Acc (&dot)[4], Acc (&x)[4]) const {
-    const Acc scale = static_cast<Acc>(p.scale);
+                                            const Acc (&dot)[4], Acc scale, Acc (&x)[4]) const {
 #pragma unroll
     for (int e = 0; e < 4; ++e) x[e] = scale * dot[e];
     finish_scores<T>(p, at, mask_offset, tile_row, tile_col, x);
@@ -79,7 +78,7 @@ struct ScoresWork {
     } else {
       product.template for_each_quad<false>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&dot)[4]) {
         Acc x[4];
-        scores_of(at, mask_offset, row, col, dot, x);
+        scores_of(at, mask_offset, row, col, dot, static_cast<Acc>(p.scale), x);
         if constexpr (kOutput == ScoresAs::kProbabilities) {
           // A row without a visible key has lse -inf, and probability 0 rather than exp(-inf + inf).
           const Acc lse = shared.row[row].first, norm = shared.row[row].second;
@@ -101,8 +100,8 @@ struct ScoresWork {
     constexpr int kQuads = kSegment / 8, kChunk = 8, kHalfPitch = kSegment + 8;
     const int lane = threadIdx.x % 32, lane_row = lane / 2;
     const Acc scale = static_cast<Acc>(p.scale);
-    const bool products = kPlain && scale > 0;  // as good as scores until their maxima are known
-    const Acc factor = products ? scale : Acc(1);
+    const bool products = p.mask_type == MaskType::kNone && scales_exponents(scale);
+    const Acc before = products ? Acc(1) : scale, after = products ? scale : Acc(1);
     product.for_each_strip(shared, [&](float* s_strip, int strip_row, int strip_col) {
       const int row = strip_row + lane_row;
       Acc x[kQuads][4];
@@ -113,26 +112,23 @@ struct ScoresWork {
         const Quad<float> dot = *reinterpret_cast<const Quad<float>*>(s_strip + lane_row * Tile::kStripPitch + col);
         if constexpr (kPlain) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) x[quad][e] = products ? dot.value[e] : scale * dot.value[e];
+          for (int e = 0; e < 4; ++e) x[quad][e] = before * dot.value[e];
         } else if (row < at.rows && strip_col + col < at.cols) {
-          scores_of(at, mask_offset, row, strip_col + col, dot.value, x[quad]);
+          scores_of(at, mask_offset, row, strip_col + col, dot.value, before, x[quad]);
         } else {
           x[quad][0] = x[quad][1] = x[quad][2] = x[quad][3] = negative_infinity(Acc(0));
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) max = maximum(max, x[quad][e]);
       }
-      max = factor * maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
-      const Acc reference = segment_reference(max), subtract = subtrahend(reference);
-      Acc unit = factor * kLog2E, offset = subtract * kLog2E;
-      if (!(fabsf(max) < kLargeScore)) {
+      max = maximum(max, __shfl_xor_sync(0xffffffffu, max, 1));
+      const SegmentExponent exponent(after * max, after);
+      if (exponent.large) {
 #pragma unroll
         for (int quad = 0; quad < kQuads; ++quad) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) x[quad][e] = (factor * x[quad][e] - subtract) * kLog2E;
+          for (int e = 0; e < 4; ++e) x[quad][e] = exponent.exponent(x[quad][e]);
         }
-        unit = 1;
-        offset = 0;
       }
       __syncwarp();  // the strip has been read
 
@@ -143,7 +139,7 @@ struct ScoresWork {
         Quad<T> weights;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const Acc weight = exp2_approx(fmaf(x[quad][e], unit, -offset));
+          const Acc weight = exponent.weight(x[quad][e]);
           weights.value[e] = from_accumulator<T>(weight);
           sum += weight;
           rounded_sum += to_accumulator(weights.value[e]);
@@ -155,7 +151,7 @@ struct ScoresWork {
       if (lane % 2 == 0 && row < at.rows && strip_col < at.cols) {
         static_cast<SegmentStatistics*>(
             p.statistics.data)[at.slice_index * p.statistics.slice_stride + (at.slice_row + row) * p.statistics.row_stride +
-                               (at.slice_col + strip_col) / kSegment] = {reference, sum, rounded_sum};
+                               (at.slice_col + strip_col) / kSegment] = {exponent.reference, sum, rounded_sum};
       }
       __syncwarp();  // the exponentials are there
 #pragma unroll

@@ -9,13 +9,30 @@ namespace attention_ext {
 // The reference of a segment with this maximum: kReferenceStep. -inf stays -inf.
 __device__ __forceinline__ float segment_reference(float max) { return floorf(max * (1.0f / kReferenceStep)) * kReferenceStep; }
 
-// e^(scale * x - reference) is 2^(x * unit - offset), one multiply-add, where scores are below this: the rounding of offset, half a unit in
-// its last place, is then at most 6e-5, as that of a score itself. Above, the difference has to come before the factor: it is exact,
-// and 0 where score and reference are equal.
+// e^(scale * x - reference) is 2^(x * unit - offset), one multiply-add, where scores are below this: the roundings of unit and offset then
+// come to 1.5e-4 of an exponent at most, twice that of a score itself. Above, the difference has to come before the factor: it is
+// exact, and 0 where score and reference are equal.
 constexpr float kLargeScore = 1024.0f;
-constexpr float kLog2E = 1.4426950408889634f;
 
-// What is subtracted from the scores of a segment with this reference: -inf - -inf never arises.
-__device__ __forceinline__ float subtrahend(float reference) { return reference == negative_infinity(0.0f) ? 0.0f : reference; }
+// How the products x of a row's segment become exponentials, given the largest of the scores scale * x. Where that is `large`, each x is
+// to be replaced by its exponent first.
+struct SegmentExponent {
+  float reference;
+  bool large;
+
+  __device__ __forceinline__ SegmentExponent(float largest_score, float scale) : scale_(scale) {
+    reference = segment_reference(largest_score);
+    large = !(fabsf(largest_score) < kLargeScore);
+    subtract_ = reference == negative_infinity(0.0f) ? 0.0f : reference;  // -inf - -inf never arises
+    unit_ = large ? 1.0f : scale * kLog2E;
+    offset_ = large ? 0.0f : subtract_ * kLog2E;
+  }
+  // Of the score as it was rounded when the largest was found: a multiply-add would leave half a unit of its last place, beyond any e^x.
+  __device__ __forceinline__ float exponent(float x) const { return (__fmul_rn(scale_, x) - subtract_) * kLog2E; }
+  __device__ __forceinline__ float weight(float x) const { return exp2_approx(fmaf(x, unit_, -offset_)); }
+
+ private:
+  float scale_, subtract_, unit_, offset_;
+};
 
 }  // namespace attention_ext

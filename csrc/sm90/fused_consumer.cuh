@@ -100,7 +100,6 @@ class FusedConsumer {
 
   static constexpr int kOut = 32 * Tile::kValueSteps;  // accumulators of O
   static constexpr int kScores = Tile::kN / 2;
-  static constexpr float kLog2E = 1.4426950408889634f;
 
   // Until the weights of `owner`'s next block that this warpgroup has not multiplied are in shared memory.
   __device__ __forceinline__ void wait_weights(int owner) const {

@@ -78,10 +78,8 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
 
 template <class T, int kClass>
 cudaError_t launch_class(const ForwardParams& params, cudaStream_t stream) {
-  // The short way of scaling wants a scale that is positive as a float and keeps its factor log2(e) from overflowing.
   const float scale = static_cast<float>(params.scale);
-  const bool general =
-      params.mask_type != MaskType::kNone || params.dropout.seed != nullptr || !(scale > 0.0f && scale < 1e30f);
+  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr || !scales_exponents(scale);
   return general ? launch<FusedTile<T, kClass>, true>(params, stream) : launch<FusedTile<T, kClass>, false>(params, stream);
 }
 

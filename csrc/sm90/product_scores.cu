@@ -2,7 +2,8 @@
 // segments' statistics, for one slice; what pipeline/qk_scores.cu does there for half types.
 //
 // Product of block tiles of 128 queries by 256 keys, gemm/warpgroup_mainloop.cuh. In the epilogue a segment lies in the registers of
-// four lanes: maximum, exponentials, sums, two shuffles each; then through shared memory to rows of 128 bytes.
+// four lanes: maximum, exponentials, sums, two shuffles each, and the sum of what was rounded by a product with ones; then through shared
+// memory to rows of 128 bytes.
 // Grid: one CTA an SM, which stays; 384 threads. Shared memory: WarpgroupTile::Shared. Registers: 232 a consumer thread.
 #include "../device/mma.cuh"
 #include "../gemm/warpgroup_mainloop.cuh"
@@ -59,7 +60,7 @@ struct ProductScoresWork {
                                               uint32_t s_strip) const {
     const float scale = static_cast<float>(p.scale), unit = scale * kLog2E;
     float references[kSegments][2];
-    bool usual = scale > 0.0f;
+    bool usual = scales_exponents(scale);
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment) {
 #pragma unroll
@@ -82,9 +83,12 @@ struct ProductScoresWork {
     return true;
   }
 
+  // Any tile. What store_plain does of a row is done here as well, so that no row depends on its neighbours.
   __device__ __forceinline__ void store_any(const Place& at, int row, const float (&product)[Tile::kN / 2],
                                             uint32_t s_strip) const {
     const float scale = static_cast<float>(p.scale);
+    const bool products = p.mask_type == MaskType::kNone && scales_exponents(scale);
+    const float before = products ? 1.0f : scale, after = products ? scale : 1.0f;
     const int64_t mask_offset = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment) {
@@ -95,17 +99,23 @@ struct ProductScoresWork {
         const int pair_row = row + i / 2 % 2 * 8;
         float pair[2] = {negative_infinity(0.0f), negative_infinity(0.0f)};
         if (pair_row < at.rows) {
-          pair[0] = scale * product[segment * (kSegment / 2) + i];
-          pair[1] = scale * product[segment * (kSegment / 2) + i + 1];
+          pair[0] = before * product[segment * (kSegment / 2) + i];
+          pair[1] = before * product[segment * (kSegment / 2) + i + 1];
           finish_scores<T>(p, at, mask_offset, pair_row, segment * kSegment + i / 4 * 8 + threadIdx.x % 4 * 2, pair);
         }
         x[i] = pair[0];
         x[i + 1] = pair[1];
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) references[half] = segment_reference(segment_max(x, 0, half));
+      for (int half = 0; half < 2; ++half) {
+        const SegmentExponent exponent(after * segment_max(x, 0, half), after);
+        references[half] = exponent.reference;
 #pragma unroll
-      for (int i = 0; i < kSegment / 2; ++i) x[i] = exp_difference<T>(x[i], subtrahend(references[i / 2 % 2]));
+        for (int i = 0; i < kSegment / 2; ++i) {
+          if (i / 2 % 2 != half) continue;
+          x[i] = exponent.weight(exponent.large ? exponent.exponent(x[i]) : x[i]);
+        }
+      }
       store_segment<false>(at, row, segment, x, references, s_strip);
     }
   }
