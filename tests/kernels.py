@@ -87,7 +87,7 @@ KERNELS = (
     Kernel("pipeline", "cuda", "pipeline"),
     Kernel("sm90_512", "cuda", "pipeline", head_dims=(1, 512), value_heads=False, contract=DIMS_512, **HOPPER),
     Kernel("sm90_1024", "cuda", "pipeline", head_dims=(1, 1024), value_heads=False, contract=DIMS_1024, **HOPPER),
-    Kernel("sm90_pipeline", "cuda", "pipeline", head_dims=(1, 1 << 30), contract=DIMS_1024, **HOPPER),
+    Kernel("sm90_pipeline", "cuda", "pipeline", head_dims=(1, 1 << 30), contract=(*DIMS_1024, (640, 576)), **HOPPER),
 )
 
 HEAD_DIMS = ((16, 16), (7, 13), (64, 128), (128, 40), (320, 264), (264, 512), (512, 512), (512, 8), (40, 384), (1024, 1024))

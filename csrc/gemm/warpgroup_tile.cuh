@@ -10,18 +10,18 @@
 namespace attention_ext {
 
 // A's rows run along k (as weights, queries and keys lie); B's run along k, or, with kColumnsB, k counts its rows (values).
-template <class T_, bool kColumnsB_>
+template <class T_, bool kColumnsB_, int kN_ = 256>
 struct WarpgroupTile {
   using T = T_;
   static constexpr bool kColumnsB = kColumnsB_;
   static constexpr int kTerms = 1;  // whose sum an operand's element is
   // Two warpgroups of 64 x 256: 128 accumulators a thread, as many as leave room for an epilogue, and the fewest reads of shared
   // memory per product (10 KB per 64 x 256 x 16). One CTA an SM.
-  static constexpr int kM = 128, kN = 256;
-  static constexpr int kK = 64;              // a row of 128 bytes, the widest swizzle
-  static constexpr int kStages = 4;          // 192 KB; what is left holds the strips of the epilogue
-  static constexpr int kSkew = kStages - 2;  // steps that the second warpgroup begins behind the first
-  static constexpr int kConsumers = 2;       // warpgroups that multiply; one more loads
+  static constexpr int kM = 128, kN = kN_;
+  static constexpr int kK = 64;                      // a row of 128 bytes, the widest swizzle
+  static constexpr int kStages = kN == 256 ? 4 : 5;  // 192 or 200 KB; what is left holds the strips of the epilogue
+  static constexpr int kSkew = kStages - 2;          // steps that the second warpgroup begins behind the first
+  static constexpr int kConsumers = 2;               // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static constexpr int kStripRows = 16, kStripCols = 64;  // of a warp's own rows, on their way out

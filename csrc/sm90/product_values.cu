@@ -1,7 +1,7 @@
 // Stage 3 of the pipeline by warpgroups (Hopper): out = weights . values * factor / row_sum for one slice of rows; what
 // pipeline/scores_values.cu does.
 //
-// Product of block tiles of 128 rows by 256 columns of values, gemm/warpgroup_mainloop.cuh; k ends at the last key that a row of the
+// Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/warpgroup_mainloop.cuh; k ends at the last key that a row of the
 // tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
 // Grid: one CTA an SM, which stays; causal: longest row tiles first. Shared memory: WarpgroupTile::Shared. Registers: 232.
 #include "../gemm/warpgroup_mainloop.cuh"
@@ -114,9 +114,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-template <class T>
-cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) {
-  using Tile = WarpgroupTile<T, true>;
+template <class Tile>
+cudaError_t launch_tile(const ScoresValuesParams& params, cudaStream_t stream) {
   // The slice's weights as a view of one batch dim.
   BatchDims slice = {{params.slice.batch_count}, 1};
   MatrixView weights = params.weights;
@@ -130,6 +129,15 @@ cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) 
   if (status != cudaSuccess) return status;
   const int64_t tiles = ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.Ev, Tile::kN) * params.slice.batch_count;
   return launch_warpgroup_tiles<Tile>(product_values_kernel<Tile>, params, maps, tiles, stream);
+}
+
+// Tiles of 192 columns where they pay for fewer that do not exist: head dims up to 192, from 257 to 384 and from 513 to 576 (three
+// tiles either way).
+template <class T>
+cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) {
+  const int64_t wide = ceil_div(params.Ev, 256), narrow = ceil_div(params.Ev, 192);
+  return narrow == wide ? launch_tile<WarpgroupTile<T, true, 192>>(params, stream)
+                        : launch_tile<WarpgroupTile<T, true>>(params, stream);
 }
 
 }  // namespace
