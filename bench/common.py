@@ -47,7 +47,7 @@ def time_ms(call: Callable[[], Any], cold_l2: bool = False, most: int = 30, rest
     cold_l2: before each call, outside of what is timed, a buffer of twice the L2 cache is written. Otherwise the calls follow
     each other, with whatever the one before has left in L2.
     """
-    if rested:
+    if rested and DEVICE.type == "cuda":
         torch.cuda.synchronize()
         time.sleep(REST)
     timed = _cold_ms if cold_l2 else partial(_measure.time_ms, device=DEVICE)

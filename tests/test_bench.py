@@ -233,6 +233,17 @@ def test_stages_in_their_table_and_without() -> None:
     assert new[: len(table(old))] == table(old) and "`product_scores` 1.12 in 5 launches" in new[-1] and "on kb97" in new[-1]
 
 
+def test_a_row_rests_before_its_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is idle, and then for REST seconds, before anything of the call runs; the second pass follows at once."""
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
+    monkeypatch.setattr(common.time, "sleep", done.append)
+    monkeypatch.setattr(common._measure, "time_ms", lambda call, device, repeat: done.append(repeat) or 20.0)
+    assert common.time_ms(lambda: None) == 20.0 and done == ["idle", common.REST, 1, 15]
+    done.clear()
+    assert common.time_ms(lambda: None, rested=False) == 20.0 and done == [1, 15]
+
+
 @pytest.mark.parametrize("kernel", record.STAGES)
 def test_stages_by_the_profiler(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """Of the kernels' names as csrc spells them, over five calls of three slices."""
