@@ -6,6 +6,7 @@ It has to hold for scales of any sign, scores of any size and what is not finite
 import pytest
 import reference
 import torch
+from forced import needs
 from helpers import HALVES, check_lse, close, qkv, sdpa_forward
 from kernels import Kernel, with_contract_dims
 
@@ -13,19 +14,13 @@ L, S = 264, 520  # two tiles of 128 rows, two of 256 keys, and a rest of each
 HALF_KERNELS = with_contract_dims(HALVES, at_most=1)
 
 
-def needs_the_card(kernel: Kernel) -> None:
-    if not kernel.runs_here():
-        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
-
-
 # in units of 1 / sqrt(E), so the standard deviation of the logits
 @pytest.mark.parametrize("deviation", [1.0, 32.0, -2.8, 0.0, -700.0])
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), HALF_KERNELS)
 def test_any_scale(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, deviation: float) -> None:
-    needs_the_card(kernel)
-
     def trial() -> None:
         q, k, v = qkv((1,), (2,), L, S, E, Ev, dtype, kernel.device)
+        needs(kernel, q, k, v)
         scale = deviation * E**-0.5
         out, lse = sdpa_forward(q, k, v, None, None, 0.0, False, scale=scale, kernel_name=kernel.name)
         (want, want_lse), (own, _) = (
@@ -40,8 +35,8 @@ def test_any_scale(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, deviatio
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), HALF_KERNELS)
 def test_rows_of_all_sizes(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int) -> None:
     """Deviations of the logits from 0.01 to 300, so maxima beyond 1024: rows beside each other take either way."""
-    needs_the_card(kernel)
     q, k, v = qkv((1,), (2,), L, S, E, Ev, dtype, kernel.device)
+    needs(kernel, q, k, v)
     factors = torch.logspace(-2, 2.5, L, device=kernel.device)[torch.randperm(L, device=kernel.device)]
     q = (q * factors[:, None]).to(dtype)
     out, lse = sdpa_forward(q, k, v, None, None, 0.0, False, kernel_name=kernel.name)
@@ -56,8 +51,8 @@ def test_rows_of_all_sizes(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int) 
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), HALF_KERNELS)
 def test_what_is_not_finite_stays_in_its_row(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, what: float) -> None:
     """An infinite query has scores of both infinities, and so a row of NaN as well."""
-    needs_the_card(kernel)
     q, k, v = qkv((1,), (2,), L, S, E, Ev, dtype, kernel.device)
+    needs(kernel, q, k, v)
     want, want_lse = sdpa_forward(q, k, v, None, None, 0.0, False, kernel_name=kernel.name)
     q[..., (5, 130, 263), 0] = what
     out, lse = sdpa_forward(q, k, v, None, None, 0.0, False, kernel_name=kernel.name)
@@ -71,8 +66,8 @@ def test_what_is_not_finite_stays_in_its_row(kernel: Kernel, dtype: torch.dtype,
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), HALF_KERNELS)
 def test_scores_beyond_a_billion(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int) -> None:
     """Their unit in the last place is more than any exponent takes: each row is the value of its largest score."""
-    needs_the_card(kernel)
     q, k, v = qkv((1,), (2,), L, S, E, Ev, dtype, kernel.device)
+    needs(kernel, q, k, v)
     q, k = (t * 2.0**12 for t in (q, k))
     out, lse = sdpa_forward(q, k, v, None, None, 0.0, False, scale=64.0, kernel_name=kernel.name)
     want, want_lse = reference.attention(q, k, v, None, False, 64.0, device=kernel.device)
@@ -85,8 +80,8 @@ def test_scores_beyond_a_billion(kernel: Kernel, dtype: torch.dtype, E: int, Ev:
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), [row for row in HALF_KERNELS if "pipeline" in row.values[0].name])
 def test_a_row_does_not_depend_on_its_neighbours(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, causal: bool) -> None:
     """Bit for bit: in whole tiles, in one with rows of NaN and large scores, and as some rows of a short tile."""
-    needs_the_card(kernel)
     q, k, v = qkv((1,), (2,), L, S, E, Ev, dtype, kernel.device)
+    needs(kernel, q, k, v)
     call = {"is_causal": causal, "kernel_name": kernel.name}
     whole = sdpa_forward(q, k, v, None, None, 0.0, **call)
     few = sdpa_forward(q[..., :40, :], k, v, None, None, 0.0, **call)
@@ -101,8 +96,8 @@ def test_a_row_does_not_depend_on_its_neighbours(kernel: Kernel, dtype: torch.dt
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), HALF_KERNELS)
 def test_scale_near_the_largest_float(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int) -> None:
     """log2(e) times it would be infinite, and of queries of zeros NaN."""
-    needs_the_card(kernel)
     q, k, v = qkv((1,), (2,), L, S, E, Ev, dtype, kernel.device)
+    needs(kernel, q, k, v)
     out, lse = sdpa_forward(q * 0, k, v, None, None, 0.0, False, scale=3e38, kernel_name=kernel.name)
     close(out, v.double().mean(-2, True).expand_as(out), torch.finfo(dtype).eps)
     check_lse(lse, torch.full(lse.shape, float(S)).double().log(), dtype)
