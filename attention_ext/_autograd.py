@@ -1,18 +1,24 @@
 """The gradient of attention: one autograd.Function over the operators sdpa_forward and sdpa_backward."""
 
-from contextlib import nullcontext
+import logging
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Attention", "attend", "expand_leading"]
+from ._dispatch import call_kernel, redispatch
+from ._limits import backward_kernel_name
 
+__all__ = ["LOG", "Attention", "attend", "expand_leading", "log_backward"]
+
+LOG = logging.getLogger("attention_ext")
 _WORKSPACE_BYTES = 134217728
 
 
 class Attention(torch.autograd.Function):
-    """sdpa_forward with a gradient. Leading dims of query, key and value are equal here; the heads may be grouped."""
+    """sdpa_forward with a gradient. Leading dims of query, key and value broadcast here, so that the parts of a broadcast operand's
+    gradient are summed before they are rounded to a half type."""
 
     @staticmethod
     def forward(
@@ -21,6 +27,7 @@ class Attention(torch.autograd.Function):
         value: Tensor,
         attn_mask: Tensor | None,
         seed: Tensor | None,
+        scores: list[int],
         dropout_p: float,
         is_causal: bool,
         scale: float | None,
@@ -30,11 +37,11 @@ class Attention(torch.autograd.Function):
         workspace_bytes: int,
         kernel_name: str,
     ) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.attention_ext.sdpa_forward.default(
-                query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
-                allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel_name=kernel_name,
-            )  # fmt: skip
+        query, key, value = expand_leading(query, key, value, scores, enable_gqa)
+        out, lse = call_kernel(
+            torch.ops.attention_ext.sdpa_forward.default, query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale,
+            enable_gqa=enable_gqa, allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel_name=kernel_name,
+        )  # fmt: skip
         return out, lse
 
     @staticmethod
@@ -46,19 +53,39 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
-        dropout_p, is_causal, scale, enable_gqa, allow_tf32, deterministic, workspace_bytes, kernel_name = ctx.options
+        scores, dropout_p, is_causal, scale, enable_gqa, allow_tf32, deterministic, workspace_bytes, kernel_name = ctx.options
         if grad_out is None and grad_lse is None:
-            return (None,) * 13
-        again = torch.is_grad_enabled() or torch.compiler.is_compiling()  # else spare the host what only a second derivative needs
-        with nullcontext() if again else torch._C._AutoDispatchBelowAutograd():
-            grads = torch.ops.attention_ext.sdpa_backward.default(
-                torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, query, key, value, attn_mask, out, lse,
-                seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32,
-                deterministic=deterministic, mask_grad=ctx.needs_input_grad[3], workspace_bytes=workspace_bytes,
-                kernel_name=kernel_name,
-            )  # fmt: skip
+            return (None,) * 14
+        own = (query, key, value)
+        full = expand_leading(*own, scores, enable_gqa)
+        summed = query.dtype.itemsize == 2 and any(t is not f for t, f in zip(own, full, strict=True))
+        name = backward_kernel_name(kernel_name)
+        log_backward(query, name)
+        backward: Any = torch.ops.attention_ext.sdpa_backward.default
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):  # spare the host what only a second derivative needs
+            backward = partial(call_kernel, backward)
+        grads = backward(
+            torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, *full, attn_mask, out, lse, seed, dropout_p,
+            is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32, deterministic=deterministic,
+            mask_grad=ctx.needs_input_grad[3], wide_grads=summed, workspace_bytes=workspace_bytes, kernel_name=name,
+        )  # fmt: skip
+        grads = [*(_sum_to(grad, t) for grad, t in zip(grads, own, strict=False)), grads[3]]
         wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return (*wanted, *(None,) * 9)
+        return (*wanted, *(None,) * 10)
+
+
+def _sum_to(grad: Tensor, operand: Tensor) -> Tensor:
+    """The gradient of an operand from that of its expanded view."""
+    if grad.shape != operand.shape:
+        grad = grad.sum_to_size(operand.shape)
+    return grad.to(operand.dtype)
+
+
+def log_backward(query: Tensor, kernel_name: str) -> None:
+    if LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
+        kernel = "pipeline" if query.is_cuda else "reference"
+        reason = "it is the only kernel with a gradient" if kernel_name == "auto" else "kernel_name asked for it"
+        LOG.info("sdpa_backward on %s %s: %s, because %s", query.device.type, query.dtype, kernel, reason)
 
 
 def expand_leading(query: Tensor, key: Tensor, value: Tensor, scores: list[int], enable_gqa: bool) -> tuple[Tensor, ...]:
@@ -69,6 +96,7 @@ def expand_leading(query: Tensor, key: Tensor, value: Tensor, scores: list[int],
 
 
 def attend(
+    keyset: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -79,20 +107,24 @@ def attend(
     enable_gqa: bool,
     scores: list[int],
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) through this package's kernels; draws the seed of dropout on the device and reads PyTorch's flags.
+    """(out, lse) through this package's kernels; draws the seed of dropout on the device and reads PyTorch's flags. The keyset is
+    that of the router.
 
     allow_tf32 is False whatever PyTorch's setting is: no kernel rounds to TF32, and some releases raise where the setting is read.
     """
     seed = None
     if dropout_p > 0.0:
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-    query, key, value = expand_leading(query, key, value, scores, enable_gqa)
-    arguments = (
-        query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa,
-        False, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto",
-    )  # fmt: skip
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, attn_mask))
     if not wanted and not torch.compiler.is_compiling():  # the same without what a gradient costs the host
-        return Attention.forward(*arguments)
-    out, lse = Attention.apply(*arguments)
+        query, key, value = expand_leading(query, key, value, scores, enable_gqa)
+        out, lse = redispatch(
+            torch.ops.attention_ext.sdpa_forward.default, keyset, query, key, value, attn_mask, seed, dropout_p, is_causal,
+            scale=scale, enable_gqa=enable_gqa,
+        )  # fmt: skip
+        return out, lse
+    out, lse = Attention.apply(
+        query, key, value, attn_mask, seed, scores, dropout_p, is_causal, scale, enable_gqa,
+        False, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto",
+    )  # fmt: skip
     return out, lse

@@ -4,7 +4,7 @@ Sizes are compared through torch._check, so that symbolic shapes stay symbolic; 
 own operator raises, and the fake kernels call the same functions.
 """
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "check_operand",
     "check_seed",
     "check_shape",
+    "has_meaning_of_its_own",
     "message",
     "refuse",
     "shape_of",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_DEFAULT: Any = Tensor.__torch_function__
+_OF_DATA = (_DEFAULT.__func__, torch._C._disabled_torch_function_impl)  # of classes that are what their data is
 
 
 def message(argument: str, expected: str, got: str) -> str:
@@ -50,10 +53,20 @@ def shape_of(tensor: Tensor) -> str:
     return f"shape ({', '.join(str(size) for size in tensor.shape)})"
 
 
+def has_meaning_of_its_own(tensor: Tensor) -> bool:
+    """Whether a tensor's class may mean something else than its data: it overrides how functions treat it."""
+    if type(tensor) is Tensor:
+        return False
+    function = type(tensor).__torch_function__
+    return getattr(function, "__func__", function) not in _OF_DATA
+
+
 def check_dense(name: str, tensor: Tensor | None) -> Tensor:
     """Refuses None and what is no array of strides."""
     if tensor is None:
         refuse(name, "a tensor", None)
+    if has_meaning_of_its_own(tensor) and type(tensor).__module__ == "torch.nn.attention.bias":
+        refuse(name, "a tensor of numbers", f"a {type(tensor).__name__} of torch.nn.attention.bias")
     if tensor.is_nested or tensor.layout is not torch.strided:
         refuse(name, "a dense (strided) tensor", "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}")
     return tensor
@@ -103,6 +116,8 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 def _check_mask(mask: Tensor, query: Tensor, scores: list[int], is_causal: bool) -> None:
     check_dense("attn_mask", mask)
+    if has_meaning_of_its_own(mask):
+        refuse("attn_mask", "a plain tensor", f"a {type(mask).__name__}")
     if is_causal:
         refuse("attn_mask", "None together with is_causal=True", f"a mask of {shape_of(mask)}")
     if mask.dtype not in (torch.bool, torch.float32, query.dtype):

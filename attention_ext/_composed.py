@@ -6,7 +6,6 @@ For what the kernels do not take: torch.func transforms, forward-mode AD, other 
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["attention_with_lse"]
@@ -42,6 +41,6 @@ def attention_with_lse(
     lse = torch.logsumexp(scores - top, -1, keepdim=True) + top  # exp(score - lse) keeps the sum's share of a large lse
     lse = lse.masked_fill(dead, -math.inf).squeeze(-1)
     if dropout_p > 0.0:
-        weights = F.dropout(weights, dropout_p)
+        weights = torch.dropout(weights, dropout_p, True)
     out = weights @ v
     return out.to(query.dtype), lse.expand(out.shape[:-1])

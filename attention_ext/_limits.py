@@ -11,11 +11,12 @@ from torch import Tensor
 
 from ._checks import refuse, shape_of
 
-__all__ = ["check_kernel_name", "check_limits", "contiguous", "layout_like"]
+__all__ = ["backward_kernel_name", "check_kernel_name", "check_limits", "contiguous", "layout_like"]
 
 _LARGEST = 2**31 - 1 - 1024  # rows and columns of a matrix: tiles count them in 32 bits
 _MAX_BATCH_DIMS = 8  # kMaxBatchDims of csrc/params.h
 _KERNELS = ("pipeline", "sm90_512", "sm90_1024", "sm90_pipeline")  # of csrc/plan.cpp
+_BACKWARD_KERNELS = ("reference", "pipeline")
 _EXPECTED_NAMES = {
     ("cpu", False): "'auto' or 'reference' for CPU tensors",
     ("cpu", True): "'auto' or 'reference' for CPU tensors",
@@ -33,6 +34,11 @@ def check_kernel_name(device: torch.device, kernel_name: str, *, backward: bool 
         return
     got = repr(kernel_name) if device.type == "cpu" else f'"{kernel_name}"'
     refuse("kernel_name", _EXPECTED_NAMES[device.type, backward], got)
+
+
+def backward_kernel_name(kernel_name: str) -> str:
+    """The name for sdpa_backward after a forward by that name: the same if that kernel has a backward, else "auto"."""
+    return kernel_name if kernel_name in _BACKWARD_KERNELS else "auto"
 
 
 def contiguous(sizes: Sequence[int]) -> Layout:

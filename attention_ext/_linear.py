@@ -9,17 +9,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ._dispatch import call_kernel, redispatch, register_kernel_calls
 from ._linear_checks import check_linear_float32
 from ._reference import below_autocast
 from ._transforms import AUTOCAST, castable, why_composed
 
-__all__ = ["exactly", "log_composed", "product", "register"]
+__all__ = ["LINEAR", "exactly", "log_composed", "log_kernel", "product", "register"]
 
 _LOG = logging.getLogger("attention_ext")
 _MKLDNN: Any = torch.backends.mkldnn  # its attribute matmul is made at run time
+LINEAR = torch._C._nn.linear  # not torch.nn.functional's at the time of a call: linear_float32 may have been put in its place
 _OPERATOR = torch.ops.attention_ext.linear_float32.default
 
 
@@ -37,7 +38,7 @@ def exactly(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right.T of float32 matrices by linear_float32, of float64 ones by PyTorch."""
-    out: Tensor = _OPERATOR(left, right) if left.dtype == torch.float32 else F.linear(left, right)
+    out: Tensor = _OPERATOR(left, right) if left.dtype == torch.float32 else LINEAR(left, right)
     return out
 
 
@@ -46,10 +47,20 @@ def log_composed(operator: str, input: Tensor, reason: str) -> None:
         _LOG.info("%s on %s %s: torch, because %s", operator, input.device.type, input.dtype, reason)
 
 
+def log_kernel(operator: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The log of a call that a kernel serves, PyTorch's or this package's."""
+    if not _LOG.isEnabledFor(logging.INFO) or torch.compiler.is_compiling():
+        return
+    kernel, reason = "torch", f"that is the plan for {input.device.type} tensors"
+    if input.is_cuda:
+        kernel, reason = call_kernel(torch.ops.attention_ext.linear_plan.default, _rows(input), weight, bias)
+    _LOG.info("%s on %s %s: %s, because %s", operator, input.device.type, input.dtype, kernel, reason)
+
+
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_linear_float32(input, weight, bias)
     with below_autocast():
-        return exactly(F.linear, input, weight, bias).contiguous()
+        return exactly(LINEAR, input, weight, bias).contiguous()
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -67,8 +78,7 @@ class LinearFloat32(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            out: Tensor = _OPERATOR(input, weight, bias)
+        out: Tensor = call_kernel(_OPERATOR, input, weight, bias)
         return out
 
     @staticmethod
@@ -89,14 +99,15 @@ class LinearFloat32(torch.autograd.Function):
 
 def _autograd(keyset: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_linear_float32(input, weight, bias)
-    if reason := why_composed():
+    if reason := why_composed(input, weight, bias):
         log_composed("linear_float32", input, reason)
-        return exactly(F.linear, input, weight, bias)
+        return exactly(LINEAR, input, weight, bias)
+    log_kernel("linear_float32", input, weight, bias)
     out: Tensor
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
         out = LinearFloat32.apply(input, weight, bias)
     else:
-        out = _OPERATOR.redispatch(keyset & torch._C._after_autograd_keyset, input, weight, bias)
+        out = redispatch(_OPERATOR, keyset, input, weight, bias)
     return out
 
 
@@ -133,6 +144,7 @@ def _vmap(info: Any, in_dims: Any, input: Tensor, weight: Tensor, bias: Tensor |
 
 def register(library: torch.library.Library) -> None:
     """Registers everything about linear_float32 that is not a CUDA kernel."""
+    register_kernel_calls(library, _OPERATOR)
     library.impl("linear_float32", _cpu, "CPU")
     library.impl("linear_float32", _autograd, "Autograd", with_keyset=True)
     library.impl("linear_float32", _autocast("cpu"), "AutocastCPU")

@@ -7,7 +7,7 @@ statistics and an eps that is no such thing are a ValueError, as in PyTorch.
 import torch
 from torch import Tensor
 
-from ._checks import check_shape, message, refuse, shape_of, surely
+from ._checks import check_dense, check_shape, message, refuse, shape_of, surely
 from ._libraries import check_cuda_library
 
 __all__ = ["accumulator", "as_scale", "check_linear_batchnorm_softmax", "check_linear_float32"]
@@ -28,6 +28,8 @@ def as_scale(scale: Tensor | float, dtype: torch.dtype, device: torch.device) ->
     """
     wide = accumulator(dtype)
     if not isinstance(scale, Tensor):
+        if torch.compiler.is_compiling():  # a graph freezes the number of full, not that of a product (pytorch/pytorch#197889)
+            return torch.ones((), dtype=wide, device=device) * scale
         return torch.full((), float(scale), dtype=wide, device=device)
     if scale.dim() == 0 and scale.is_cpu:
         scale = scale.to(device)
@@ -35,17 +37,10 @@ def as_scale(scale: Tensor | float, dtype: torch.dtype, device: torch.device) ->
     return scale if decides or scale.dtype in (dtype, wide) else scale.to(wide)
 
 
-def _check_dense(name: str, tensor: Tensor | None) -> None:
-    if tensor is None:
-        refuse(name, "a tensor", None)
-    if tensor.is_nested or tensor.layout is not torch.strided:
-        refuse(name, "a dense (strided) tensor", "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}")
-
-
 def _check_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """weight (N, K) and bias (N,) for an input (..., K), all of its dtype and device."""
     check_cuda_library(input.device, "input")
-    _check_dense("weight", weight)
+    check_dense("weight", weight)
     if weight.dtype != input.dtype:
         refuse("weight", f"the input's dtype {input.dtype}", weight.dtype)
     if weight.device != input.device:
@@ -59,13 +54,13 @@ def _check_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             lambda: message("weight", f"a matrix of as many columns as the input's K = {columns}", shape_of(weight)),
         )
     if bias is not None:
-        _check_dense("bias", bias)
+        check_dense("bias", bias)
         check_shape("bias", bias, [weight.size(0)], input.dtype, input.device)
 
 
 def check_linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Refuses what linear_float32 is not defined for."""
-    _check_dense("input", input)
+    check_dense("input", input)
     if input.dtype != torch.float32:
         refuse("input", "dtype float32", input.dtype)
     if input.dim() < 1:
@@ -75,7 +70,7 @@ def check_linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None) -> 
 
 def _check_feature(name: str, tensor: Tensor, input: Tensor, shape: list[int]) -> None:
     """A tensor of this shape, of the input's dtype or the accumulator's, on the input's device."""
-    _check_dense(name, tensor)
+    check_dense(name, tensor)
     wide = accumulator(input.dtype)
     if tensor.dtype not in (input.dtype, wide):
         refuse(name, f"dtype {wide}" if wide == input.dtype else f"the input's dtype {input.dtype} or {wide}", tensor.dtype)
@@ -83,7 +78,7 @@ def _check_feature(name: str, tensor: Tensor, input: Tensor, shape: list[int]) -
 
 
 def _check_scale(scale: Tensor, input: Tensor, features: int) -> None:
-    _check_dense("scale", scale)
+    check_dense("scale", scale)
     want = f"shape (), (1,) or ({features},)"
     if scale.dim() > 1:
         refuse("scale", want, shape_of(scale))
@@ -105,7 +100,7 @@ def check_linear_batchnorm_softmax(
     eps: float,
 ) -> None:
     """Refuses what linear_batchnorm_softmax is not defined for."""
-    _check_dense("input", input)
+    check_dense("input", input)
     if input.dtype not in _DTYPES:
         refuse("input", "dtype float16, bfloat16, float32 or float64", input.dtype)
     if input.dim() != 2:

@@ -10,14 +10,14 @@ All of it in float32 (float64 for float64). The operator changes nothing: who ca
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import surely
-from ._linear import exactly, log_composed, product
+from ._dispatch import call_kernel, redispatch, register_kernel_calls
+from ._linear import LINEAR, exactly, log_composed, log_kernel, product
 from ._linear_checks import accumulator, as_scale, check_linear_batchnorm_softmax
 from ._reference import below_autocast
-from ._transforms import AUTOCAST, castable, why_composed
+from ._transforms import AUTOCAST, castable, constant, why_composed
 
 __all__ = ["call_and_update", "register"]
 
@@ -41,7 +41,7 @@ def _composed(
     """The operator out of PyTorch's, which every transform can differentiate and map."""
     check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
     acc = accumulator(input.dtype)
-    linear = exactly(F.linear, input.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
+    linear = exactly(LINEAR, input.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
     if not training and running_mean is not None and running_var is not None:
         mean, var = (t.detach().to(acc, copy=True, memory_format=torch.contiguous_format) for t in (running_mean, running_var))
     elif surely(linear.size(0) == 0):  # var_mean would warn
@@ -82,8 +82,7 @@ class LinearBatchNormSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(*args: Any) -> _Four:
-        with torch._C._AutoDispatchBelowAutograd():
-            out, mean, var, linear = _OPERATOR(*args)
+        out, mean, var, linear = call_kernel(_OPERATOR, *args)
         return out, mean, var, linear
 
     @staticmethod
@@ -137,16 +136,17 @@ class LinearBatchNormSoftmax(torch.autograd.Function):
 
 
 def _autograd(keyset: Any, *args: Any) -> _Four:
-    if reason := why_composed():
+    if reason := why_composed(*args[:5], args[7]):
         log_composed("linear_batchnorm_softmax", args[0], reason)
         return _composed(*args)
     check_linear_batchnorm_softmax(*args)
+    log_kernel("linear_batchnorm_softmax", *args[:3])
     differentiable = (*args[:5], args[7])
     out: _Four
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
         out = LinearBatchNormSoftmax.apply(*args)
     else:
-        out = _OPERATOR.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+        out = redispatch(_OPERATOR, keyset, *args)
     return out
 
 
@@ -201,8 +201,9 @@ def call_and_update(
     is counted and leaves the running statistics alone, as nn.BatchNorm1d does.
     """
     scale = as_scale(scale, input.dtype, input.device)
+    statistics = (running_mean, running_var)
     out: Tensor
-    out, mean, var, _ = _OPERATOR(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
+    out, mean, var, _ = _OPERATOR(input, weight, bias, bn_weight, bn_bias, *statistics, scale, training, constant(eps))
     factor: float | Tensor = 0.0 if momentum is None else momentum
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
@@ -218,6 +219,7 @@ def call_and_update(
 def register(library: torch.library.Library) -> None:
     """Registers everything about linear_batchnorm_softmax that is not a CUDA kernel."""
     name = "linear_batchnorm_softmax"
+    register_kernel_calls(library, _OPERATOR)
     library.impl(name, _cpu, "CPU")
     library.impl(name, _autograd, "Autograd", with_keyset=True)
     library.impl(name, _autocast("cpu"), "AutocastCPU")

@@ -26,12 +26,12 @@ def below_autocast() -> Any:
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
 
 
-def like_order(like: Tensor, shape: list[int]) -> Tensor:
+def like_order(like: Tensor, shape: list[int], dtype: torch.dtype | None = None) -> Tensor:
     """Empty (..., H, L, E), in memory as (..., L, H, E) if `like` lies so, else contiguous: the layout rule of all outputs."""
     if like.dim() >= 3 and surely(like.stride(-3) < like.stride(-2)):
         *leading, heads, length, width = shape
-        return like.new_empty([*leading, length, heads, width]).transpose(-3, -2)
-    return like.new_empty(shape)
+        return like.new_empty([*leading, length, heads, width], dtype=dtype).transpose(-3, -2)
+    return like.new_empty(shape, dtype=dtype)
 
 
 def output_like(query: Tensor, value: Tensor, scores: list[int]) -> tuple[Tensor, Tensor]:
@@ -181,12 +181,16 @@ def backward(
     scale: float | None,
     scores: list[int],
     mask_grad: bool,
+    wide_grads: bool,
     workspace_bytes: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and (if mask_grad) mask, with P recomputed block by block."""
+    """The gradients of query, key, value and (if mask_grad) mask, with P recomputed block by block.
+
+    wide_grads: those of query, key and value come as they are summed, in float32 (float64 for float64).
+    """
     blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
     acc = blocks.acc
-    d_query = like_order(query, list(query.shape))
+    d_query, out_key, out_value = (like_order(t, list(t.shape), acc if wide_grads else None) for t in (query, key, value))
     d_key, d_value = (torch.zeros_like(t, dtype=acc, memory_format=torch.contiguous_format) for t in (key, value))
     with_mask = mask is not None and mask_grad
     d_mask = torch.zeros(mask.shape, dtype=acc) if mask is not None and with_mask else query.new_empty(0)
@@ -207,6 +211,5 @@ def backward(
         if mask is not None and with_mask:
             target = d_mask if mask.size(-2) == 1 else d_mask[..., part, :]
             target += d_scores.sum_to_size(target.shape)
-    empty_key, empty_value = like_order(key, list(key.shape)), like_order(value, list(value.shape))
     grad_mask = like_order(mask, list(mask.shape)).copy_(d_mask) if mask is not None and with_mask else d_mask
-    return d_query, empty_key.copy_(d_key), empty_value.copy_(d_value), grad_mask
+    return d_query, out_key.copy_(d_key), out_value.copy_(d_value), grad_mask

@@ -4,13 +4,14 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from . import _linear, _linear_softmax, _reference, _routing, _stages
-from ._autograd import Attention, expand_leading
+from ._autograd import Attention, expand_leading, log_backward
+from ._bias import plain_mask, plain_result
 from ._checks import check_attention, check_seed, check_shape, refuse
+from ._dispatch import call_kernel, redispatch, register_kernel_calls
 from ._limits import check_kernel_name, check_limits, contiguous, layout_like
-from ._transforms import AUTOCAST, castable
+from ._transforms import AUTOCAST, castable, tangents
 
 __all__: list[str] = []
 
@@ -62,7 +63,7 @@ def _check_backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *, scale: float | None = None,
     enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False, mask_grad: bool = False,
-    workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    wide_grads: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> list[int]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
@@ -92,7 +93,7 @@ def _backward_cpu(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *,
     scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False,
-    mask_grad: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    mask_grad: bool = False, wide_grads: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scores = _check_backward(
         grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa=enable_gqa,
@@ -100,7 +101,7 @@ def _backward_cpu(
     )  # fmt: skip
     with _reference.below_autocast():
         return _reference.backward(
-            grad_out, grad_lse, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, mask_grad,
+            grad_out, grad_lse, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, mask_grad, wide_grads,
             workspace_bytes,
         )  # fmt: skip
 
@@ -109,13 +110,14 @@ def _backward_fake(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *,
     scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False,
-    mask_grad: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    mask_grad: bool = False, wide_grads: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_backward(
         grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa=enable_gqa,
         mask_grad=mask_grad, kernel_name=kernel_name,
     )  # fmt: skip
-    grads = [_reference.like_order(t, list(t.shape)) for t in (query, key, value)]
+    dtype = torch.float32 if wide_grads and query.dtype != torch.float64 else query.dtype
+    grads = [_reference.like_order(t, list(t.shape), dtype) for t in (query, key, value)]
     with_mask = attn_mask is not None and mask_grad
     grad_mask = _reference.like_order(attn_mask, list(attn_mask.shape)) if attn_mask is not None and with_mask else None
     return grads[0], grads[1], grads[2], query.new_empty(0) if grad_mask is None else grad_mask
@@ -127,20 +129,20 @@ def _forward_autograd(
     workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
-    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+    if tangents(*tensors):
         raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
     scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
+    rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)
+    _routing.log_kernel("sdpa_forward", query, key, value, *rest, kernel_name)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        query, key, value = expand_leading(query, key, value, scores, enable_gqa)
         out, lse = Attention.apply(
-            query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, allow_tf32,
+            query, key, value, attn_mask, seed, scores, dropout_p, is_causal, scale, enable_gqa, allow_tf32,
             torch.are_deterministic_algorithms_enabled(), workspace_bytes, kernel_name,
         )  # fmt: skip
         return out, lse
-    out, lse = _FORWARD.redispatch(
-        keyset & torch._C._after_autograd_keyset, query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale,
-        enable_gqa=enable_gqa, allow_tf32=allow_tf32, workspace_bytes=workspace_bytes,
-        kernel_name=kernel_name,
+    out, lse = redispatch(
+        _FORWARD, keyset, query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
+        allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel_name=kernel_name,
     )  # fmt: skip
     return out, lse
 
@@ -150,8 +152,7 @@ class _AttentionGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(options: dict[str, Any], *arguments: Any) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            grads: tuple[Tensor, ...] = _BACKWARD(*arguments, **options)
+        grads: tuple[Tensor, ...] = call_kernel(_BACKWARD, *arguments, **options)
         return grads
 
     @staticmethod
@@ -168,11 +169,12 @@ class _AttentionGrad(torch.autograd.Function):
 
 def _backward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     _check_backward(*arguments, **options)
+    log_backward(arguments[2], options.get("kernel_name", "auto"))
     grads: tuple[Tensor, ...]
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
         grads = _AttentionGrad.apply(options, *arguments)
     else:
-        grads = _BACKWARD.redispatch(keyset & torch._C._after_autograd_keyset, *arguments, **options)
+        grads = redispatch(_BACKWARD, keyset, *arguments, **options)
     return grads
 
 
@@ -188,9 +190,12 @@ def _autocast(operator: Any, device_type: str) -> Any:
         def lower(t: Tensor) -> Tensor:
             return t.to(dtype) if castable(t, device_type) else t
 
+        mask, is_causal = plain_mask(attn_mask, query, key, is_causal)
+        given = mask is attn_mask
         with torch._C._ExcludeDispatchKeyGuard(AUTOCAST[device_type]):
-            mask = attn_mask if attn_mask is None or attn_mask.dtype == torch.float32 else lower(attn_mask)
-            return operator(lower(query), lower(key), lower(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            mask = mask if mask is None or mask.dtype == torch.float32 else lower(mask)
+            out = operator(lower(query), lower(key), lower(value), mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return out if given else plain_result(out) if isinstance(out, Tensor) else tuple(map(plain_result, out))
 
     return cast
 
@@ -232,10 +237,12 @@ def _vmap(operator: Any) -> Any:
 
 for _operator, _body in ((_SDPA, _routing.sdpa), (_WITH_LSE, _routing.sdpa_with_lse)):
     _name = _operator._schema.name.removeprefix("attention_ext::")
-    _LIBRARY.impl(_name, _body, "CompositeImplicitAutograd")
+    _LIBRARY.impl(_name, _body, "CompositeImplicitAutograd", with_keyset=True)
     _LIBRARY.impl(_name, _autocast(_operator, "cpu"), "AutocastCPU")
     _LIBRARY.impl(_name, _autocast(_operator, "cuda"), "AutocastCUDA")
     torch.library.register_vmap(f"attention_ext::{_name}", _vmap(_operator), lib=_LIBRARY)
+for _operator in (_FORWARD, _BACKWARD):
+    register_kernel_calls(_LIBRARY, _operator)
 _LIBRARY.impl("sdpa_forward", _forward_cpu, "CPU")
 _LIBRARY.impl("sdpa_forward", _forward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("attention_ext::sdpa_forward", _forward_fake, lib=_LIBRARY)

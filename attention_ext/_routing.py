@@ -6,20 +6,21 @@ under torch.compile and break torch.export with dynamic shapes. What depends on 
 
 import logging
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from ._autograd import attend, expand_leading
+from ._autograd import LOG, attend, expand_leading
+from ._bias import plain_mask, plain_result
 from ._checks import check_attention, surely
 from ._composed import attention_with_lse
+from ._dispatch import call_kernel
+from ._transforms import forward_mode, why_composed
 
-__all__ = ["Route", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
+__all__ = ["Route", "kernel_plan", "log_kernel", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
-_LOG = logging.getLogger("attention_ext")
+_TORCH_SDPA = torch._C._nn.scaled_dot_product_attention  # not F's at the time of a call: sdpa may have been put in its place
 _KERNELS = ("cuda",)  # device types that sdpa_forward serves in place of PyTorch's operator
 _SMALLEST_FLOAT = 2.0**-149  # of float32
 _MAX_RANK = 10  # of what the kernels take: eight leading dims, rows, columns
@@ -37,7 +38,7 @@ def route(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Route:
     """Decides for inputs that check_attention has passed."""
-    if forward_ad._current_level >= 0:
+    if forward_mode(query, key, value, attn_mask):
         return Route("torch_math", "forward-mode AD is open, which only PyTorch's MATH back end supports")
     transforms = torch._C._functorch.get_interpreter_stack() or ()
     if any(transform.key() == torch._C._functorch.TransformType.Vmap for transform in transforms):
@@ -64,12 +65,10 @@ def route(
     return Route("torch", why)
 
 
-def route_with_lse(query: Tensor, key: Tensor, value: Tensor) -> Route:
+def route_with_lse(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> Route:
     """The same for sdpa_with_lse, which PyTorch has no public operator for: sdpa_forward wherever it can."""
-    if forward_ad._current_level >= 0:
-        return Route("torch_math", "forward-mode AD is open, which the kernels have no derivative for")
-    if torch._C._functorch.get_interpreter_stack():
-        return Route("torch_math", "a torch.func transform is active, which the kernels do not support")
+    if reason := why_composed(query, key, value, attn_mask):
+        return Route("torch_math", reason)
     if query.device.type not in ("cpu", "cuda", "meta"):
         return Route("torch_math", f"there is no kernel for {query.device.type} tensors")
     if query.device.type in _KERNELS and max(query.dim(), key.dim(), value.dim()) > _MAX_RANK:
@@ -90,12 +89,57 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
     return out.contiguous()
 
 
+def kernel_plan(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool, scores: list[int], kernel_name: str = "auto",
+) -> tuple[str, str, int, bool]:  # fmt: skip
+    """(kernel, reason, workspace, preferred) of a call of sdpa_forward: on CUDA from the code that chooses for the call itself."""
+    if not query.is_cuda:
+        return "reference", f"that is the plan for {query.device.type} tensors", 0, False
+    query, key, value = expand_leading(query, key, value, scores, enable_gqa)
+    plan: tuple[str, str, int, bool] = call_kernel(
+        torch.ops.attention_ext.sdpa_plan.default, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+        enable_gqa=enable_gqa, kernel_name=kernel_name,
+    )  # fmt: skip
+    return plan
+
+
 def _log(operator: str, query: Tensor, target: str, reason: str) -> None:
-    if _LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
-        _LOG.info("%s on %s %s: %s, because %s", operator, query.device.type, query.dtype, target, reason)
+    if LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
+        LOG.info("%s on %s %s: %s, because %s", operator, query.device.type, query.dtype, target, reason)
+
+
+def log_kernel(operator: str, query: Tensor, *rest: Any) -> None:
+    """The log of a call of sdpa_forward; rest: the other arguments of kernel_plan."""
+    if not LOG.isEnabledFor(logging.INFO) or torch.compiler.is_compiling():
+        return
+    if type(query) in (Tensor, torch.nn.Parameter):
+        kernel, reason, *_ = kernel_plan(query, *rest)
+    else:  # it is not this tensor that a kernel gets
+        kernel, reason = "sdpa_forward", f"that is the plan for a {type(query).__name__}"
+    _log(operator, query, kernel, reason)
+
+
+def _torch_sdpa(
+    target: str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """PyTorch's operator, or its MATH back end."""
+    if target == "torch":
+        operands = (_rows_apart(query), _rows_apart(key), _rows_apart(value))
+        out = _TORCH_SDPA(*operands, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _in_order_of(query, out)
+    bias = attn_mask
+    if attn_mask is not None and attn_mask.dtype == torch.bool:  # beneath the public operator a mask is always added
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
+    out = torch.ops.aten._scaled_dot_product_attention_math.default(
+        query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+    return _in_order_of(query, out)
 
 
 def sdpa(
+    keyset: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -107,27 +151,23 @@ def sdpa(
     enable_gqa: bool = False,
 ) -> Tensor:
     """The body of torch.ops.attention_ext.sdpa."""
+    given = attn_mask
+    attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     target, reason = route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    _log("sdpa", query, target, reason)
-    if target != "kernel":  # PyTorch's operators broadcast some operands and not others: those of no rows, the mask beside them
+    rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if target == "kernel":
+        log_kernel("sdpa", query, key, value, *rest, scores)
+        out = attend(keyset, query, key, value, *rest, scores)[0]
+    else:  # PyTorch's operators broadcast some operands and not others: those of no rows, the mask next to them
+        _log("sdpa", query, target, reason)
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)
-    if target == "torch":
-        query, key, value = _rows_apart(query), _rows_apart(key), _rows_apart(value)
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return _in_order_of(query, out)
-    if target == "torch_math":
-        bias = attn_mask
-        if attn_mask is not None and attn_mask.dtype == torch.bool:  # beneath the public operator a mask is always added
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -math.inf)
-        out = torch.ops.aten._scaled_dot_product_attention_math.default(
-            query, key, value, bias, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )[0]
-        return _in_order_of(query, out)
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)[0]
+        out = _torch_sdpa(target, query, key, value, *rest)
+    return out if attn_mask is given else plain_result(out)
 
 
 def sdpa_with_lse(
+    keyset: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -139,10 +179,16 @@ def sdpa_with_lse(
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The body of torch.ops.attention_ext.sdpa_with_lse."""
+    given = attn_mask
+    attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    target, reason = route_with_lse(query, key, value)
-    _log("sdpa_with_lse", query, target, reason)
-    if target == "torch_math":
-        out, lse = attention_with_lse(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        return _in_order_of(query, out), lse
-    return attend(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)
+    target, reason = route_with_lse(query, key, value, attn_mask)
+    rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if target == "kernel":
+        log_kernel("sdpa_with_lse", query, key, value, *rest, scores)
+        out, lse = attend(keyset, query, key, value, *rest, scores)
+    else:
+        _log("sdpa_with_lse", query, target, reason)
+        out, lse = attention_with_lse(query, key, value, *rest)
+        out = _in_order_of(query, out)
+    return (out, lse) if attn_mask is given else (plain_result(out), plain_result(lse))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_attention, check_dense, check_heads, check_operand, check_shape, message, refuse, shape_of, surely
+from ._dispatch import redispatch, register_kernel_calls
 from ._libraries import check_cuda_library
 from ._limits import check_limits, contiguous
 from ._reference import Problem, below_autocast
@@ -140,7 +141,7 @@ def _checked(name: str, check: Any) -> Any:
             if isinstance(tensor, Tensor) and tensor.requires_grad and torch.is_grad_enabled():
                 got = f"one that does: {name} has no gradient, sdpa has one"
                 refuse(argument, "a tensor that does not require grad", got)
-        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+        return redispatch(operator, keyset, *args, **kwargs)
 
     return call
 
@@ -152,6 +153,7 @@ def register(library: torch.library.Library) -> None:
         ("row_softmax", _check_softmax, _softmax_cpu, _softmax_fake),
         ("scores_values", _check_values, _values_cpu, _values_fake),
     ):
+        register_kernel_calls(library, getattr(torch.ops.attention_ext, name).default)
         library.impl(name, cpu, "CPU")
         library.impl(name, _checked(name, check), "Autograd", with_keyset=True)
         torch.library.register_fake(f"attention_ext::{name}", fake, lib=library)

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from . import _routing
+from ._bias import plain_mask
 from ._checks import check_attention, refuse
 from ._linear_softmax import call_and_update
+from ._transforms import constant
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
 
@@ -61,8 +63,9 @@ def sdpa(
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
     """
+    attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)  # here too: a graph of torch.compile loses what it means
     out: Tensor = torch.ops.attention_ext.sdpa.default(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, constant(dropout_p), is_causal, scale=constant(scale), enable_gqa=enable_gqa
     )
     return out
 
@@ -98,31 +101,11 @@ def sdpa_with_lse(
     torch.func transforms and forward-mode AD, and for ranks above 10 on CUDA, it is a composition of ATen operators, which holds
     the whole score matrix; under vmap alone it is the kernel with one more leading dim, and dropout needs randomness="different".
     """
+    attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)
     out, lse = torch.ops.attention_ext.sdpa_with_lse.default(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        query, key, value, attn_mask, constant(dropout_p), is_causal, scale=constant(scale), enable_gqa=enable_gqa
     )
     return out, lse
-
-
-def _tma_takes(tensor: Tensor, rank: int) -> bool:
-    """Whether Hopper's copy engine takes it: `rank` at most, last dim contiguous, rows on 16-byte boundaries and apart."""
-    steps = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
-    rows_apart = tensor.size(-2) <= 1 or tensor.stride(-2) > 0
-    aligned = tensor.data_ptr() % 16 == 0 and all(step * tensor.element_size() % 16 == 0 for step in steps)
-    return tensor.dim() <= rank and tensor.size(-1) > 1 and tensor.stride(-1) == 1 and rows_apart and aligned
-
-
-def _group(query: Tensor, other: Tensor, enable_gqa: bool) -> int:
-    """Query heads that share a head of key or value; one head that all of them share is broadcast, not grouped."""
-    return query.size(-3) // other.size(-3) if enable_gqa and other.size(-3) > 1 else 1
-
-
-def _tma_operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> bool:
-    """The same for all three of a call; groups of query heads take one more dim, and 64 heads at most."""
-    group = _group(query, key, enable_gqa)
-    if group != _group(query, value, enable_gqa) or group > 64 or (group > 1 and query.stride(-3) <= 0):
-        return False
-    return all(_tma_takes(t, 4 if group > 1 else 5) for t in (query, key, value))
 
 
 @dataclass(frozen=True)
@@ -156,24 +139,12 @@ def explain(
     enable_gqa: bool = False,
 ) -> Explanation:
     """Which kernel sdpa would run for these arguments, and why. Runs nothing; raises what sdpa would raise."""
+    attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     target, reason = _routing.route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if target != "kernel":
         return Explanation(target, reason, 0, False)
-    heads = scores[-3] if len(scores) > 2 else 1
-    batch = 1
-    for size in scores[:-3]:
-        batch *= size
-    key_heads = heads // _group(query, key, enable_gqa)
-    sizes = [batch, heads, key_heads, *scores[-2:], query.size(-1), value.size(-1)]
-    mask = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float"
-    tma_operands = _tma_operands(query, key, value, enable_gqa)
-    major, minor = torch.cuda.get_device_capability(query.device)
-    return Explanation(
-        *torch.ops.attention_ext.plan.default(
-            sizes, query.element_size(), mask, is_causal, dropout_p > 0.0, 10 * major + minor, tma_operands, 134217728
-        )
-    )
+    return Explanation(*_routing.kernel_plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores))
 
 
 def preferred(

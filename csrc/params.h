@@ -126,10 +126,11 @@ struct ScoresValuesParams {
   MatrixView weights;  // slice (batch_count, row_count, S), `type`
   MatrixView values;   // (N / group, S, Ev)
   MatrixView row_sum;  // slice (batch_count, row_count), accumulator type, column unused; data null: divide by nothing
-  MatrixView out;      // (N, L, Ev)
+  MatrixView out;      // (N, L, Ev), `type`, or the accumulator type with wide_out
   void* carry;  // half types, many keys: slice (batch_count, row_count, Ev rounded up to 4), float; null: one sum over all keys
   DataType type;
   bool causal;
+  bool wide_out;
 };
 
 // delta[n, i] = sum over e of grad_out[n, i, e] * out[n, i, e], minus grad_lse[n, i].
@@ -197,11 +198,12 @@ struct KeyValueGradParams {
   double factor;
   MatrixView left;   // slice (batch_count, row_count, col_count), `type`
   MatrixView right;  // (N, L, width)
-  MatrixView out;    // (N / group, S, width)
+  MatrixView out;    // (N / group, S, width), `type`, or the accumulator type with wide_out
   void*
       carry;  // slices of rows, one after the other: (batch_count / group, col_count, width rounded up to 4), accumulator type
   DataType type;
   bool causal;
+  bool wide_out;
 };
 
 // mask_grad[...] += score_grad summed over the batch dims, rows and columns along which the mask has size 1.
@@ -245,12 +247,13 @@ struct BackwardParams {
   MatrixView mask;                           // broadcasts to (N, L, S)
   MatrixView out, grad_out;                  // (N, L, Ev)
   MatrixView lse, grad_lse;                  // (N, L), accumulator type; grad_lse.data null: absent
-  MatrixView grad_query;                     // (N, L, E)
+  MatrixView grad_query;                     // (N, L, E), as the next two in `type`, or in the accumulator type with wide_grads
   MatrixView grad_key;                       // (N / group, S, E), dense
   MatrixView grad_value;                     // (N / group, S, Ev), dense
   int64_t grad_key_bytes, grad_value_bytes;  // of the two dense outputs, for clearing them when there is no query
   MatrixView mask_grad;                      // mask's own shape, accumulator type, zeroed by the caller; data null: not wanted
   bool mask_rows_kept, mask_cols_kept;
+  bool wide_grads;
   void* norm;   // (N, L) scratch, accumulator type
   void* delta;  // (N, L) scratch, accumulator type
   Dropout dropout;

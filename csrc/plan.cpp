@@ -51,14 +51,19 @@ Plan make_plan(const Problem& problem, int64_t workspace_cap) {
   };
   const int64_t group = problem.Hk > 0 ? problem.Hq / problem.Hk : 1;
   const bool in_32_bits = problem.B * problem.Hq < int64_t{1} << 31 && problem.L * group < (int64_t{1} << 31) - 1024;
-  if (!kHasHopperKernels || problem.capability != 90 || problem.element_size != 2 || !not_empty || !problem.tma_operands ||
-      !in_32_bits) {
-    return {Kernel::kPipeline, "it takes every shape, dtype, mask and stride, and no faster kernel takes this problem",
-            workspace(false), false};
+  const auto pipeline = [&](const std::string& reason) { return Plan{Kernel::kPipeline, reason, workspace(false), false}; };
+  if (!not_empty) return pipeline("it takes sizes of 0, which the faster kernels do not");
+  if (problem.element_size != 2) return pipeline("it takes float32 and float64, which the faster kernels do not");
+  if (problem.capability != 90) {
+    const int64_t major = problem.capability / 10, minor = problem.capability % 10;
+    return pipeline("it runs on every card, and the faster kernels need compute capability 9.0, not " + std::to_string(major) +
+                    "." + std::to_string(minor));
   }
-  if (S > kMostWarpgroupKeys) {
-    return {Kernel::kPipeline, "the kernels for Hopper lose precision beyond 262144 keys", workspace(false), false};
-  }
+  if (!kHasHopperKernels) return pipeline("this build has no kernels for Hopper, since TORCH_CUDA_ARCH_LIST did not name 9.0a");
+  if (!problem.not_for_tma.empty())
+    return pipeline("the kernels for Hopper do not take these operands: " + problem.not_for_tma);
+  if (!in_32_bits) return pipeline("the kernels for Hopper count rows and heads in 32 bits, and here are more");
+  if (S > kMostWarpgroupKeys) return pipeline("the kernels for Hopper lose precision beyond 262144 keys");
   // What follows was measured on an H100 (docs/): a fused kernel has one CTA for every 64 query rows and 512 columns of values, which
   // walks over all keys; the pipeline spreads over keys as well, but has three kernels and 128 rows a tile.
   constexpr int64_t kProcessors = 132;

@@ -22,10 +22,8 @@ struct Problem {
   MaskKind mask;
   bool is_causal;
   bool dropout;
-  int64_t capability;  // of the device, 10 * major + minor: 90 for an H100
-  bool
-      tma_operands;  // query, key and value lie as Hopper's copy engine takes them: rank 5 at most, last dim contiguous, rows on
-                     // 16-byte boundaries; key and value have the same heads
+  int64_t capability;       // of the device, 10 * major + minor: 90 for an H100
+  std::string not_for_tma;  // why query, key or value does not lie as the kernels for Hopper read it, a clause; empty: all do
 };
 
 struct Plan {

@@ -15,7 +15,7 @@ import zipfile
 from pathlib import Path
 
 PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel", "tiled_linear_kernel")
-# Kernels that multiply by wgmma and load by the copy engine: code for sm_90a, empty bodies for other cards.
+# Kernels that multiply by wgmma and load by TMA: code for sm_90a, and for other cards, which never launch them, a trap.
 WARPGROUP_PRODUCTS = ("product_scores_kernel", "product_values_kernel", "warpgroup_linear_kernel")
 SPLIT_BY_TILES = "split_linear_kernel"  # the same by wmma
 SPLIT = "SplitWarpgroupTile"  # of warpgroup_linear_kernel: float operands as two half terms
@@ -87,6 +87,9 @@ def check_warpgroup_products(functions: list[tuple[str, str, str]], findings: li
             findings.append(f"{kernel} of {argument} has no code for {WARPGROUP_ARCH}")
         for name, code in chosen:
             check_code(WARPGROUP_ARCH, name, code, ("HGMMA", "UTMALDG"), findings)
+    for arch, name, code in functions:
+        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WARPGROUP_PRODUCTS, FUSED)):
+            check_code(arch, name, code, (r"BPT\.TRAP",), findings)
 
 
 def check(library: Path, findings: list[str]) -> None:
@@ -106,6 +109,8 @@ def check(library: Path, findings: list[str]) -> None:
     check_products(functions, findings)
     check_warpgroup_products(functions, findings)
     archs = set(re.findall(r"arch = (sm_\w+)", output(tool, "--list-elf", str(library)) + sass))
+    if "sm_90" in archs:
+        findings.append("code for plain sm_90, which the driver may prefer to that for sm_90a: its kernels for Hopper are traps")
     ptx = output(tool, "--list-ptx", str(library))
     if "sm_80" not in ptx:
         findings.append("no PTX of compute capability 8.0, which newer cards are served by")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import HALVES, is_float, sdpa, sdpa_backward, sdpa_forward, sdpa_with_lse
+from helpers import HALVES, is_float, sdpa, sdpa_forward, sdpa_with_lse
 from kernels import KERNELS, Kernel
 from torch import Tensor
 
@@ -16,29 +16,6 @@ from attention_ext._autograd import expand_leading
 
 AUTO = {device: Kernel("auto", device, "auto") for device in ("cpu", "cuda")}
 CAP = 128 << 20  # bytes of workspace that sdpa_forward takes at most by default
-
-
-class _Attention(torch.autograd.Function):
-    """sdpa_forward by one kernel, sdpa_backward by that which serves its gradient."""
-
-    @staticmethod
-    def forward(ctx, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, enable_gqa, name, backward):
-        options = {"scale": scale, "enable_gqa": enable_gqa}
-        out, lse = sdpa_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, kernel_name=name, **options)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, attn_mask, out, lse, seed)
-        ctx.options = dropout_p, is_causal, options | {"kernel_name": backward}
-        return out, lse
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_lse):
-        query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
-        dropout_p, is_causal, options = ctx.options
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        mask_grad = ctx.needs_input_grad[3]
-        tensors = (grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed)
-        grads = sdpa_backward(*tensors, dropout_p, is_causal, mask_grad=mask_grad, **options)
-        return (*grads[:3], grads[3] if mask_grad else None, *(None,) * 7)
 
 
 def expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False) -> tuple[Tensor, ...]:
@@ -79,8 +56,6 @@ def attend_with_lse(
         seed = torch.randint(-(2**63), 2**63 - 1, (1,), device=query.device)
     query, key, value = expanded(query, key, value, enable_gqa)
     arguments = (query, key, value, attn_mask, seed, dropout_p, is_causal)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, attn_mask) if t is not None):
-        return _Attention.apply(*arguments, scale, enable_gqa, kernel.name, kernel.backward)
     return sdpa_forward(*arguments, kernel_name=kernel.name, **options)
 
 

@@ -11,6 +11,7 @@ SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "check_binary.py"
 HALF = ("6__half", "13__nv_bfloat16")
 GOOD = "        /*0010*/  UTMALDG.5D [UR8], [UR4] ;\n        /*0020*/  HGMMA.64x128x16.F32 R24, gdesc[UR4], R24 ;\n"
 EMPTY = "        /*0000*/  EXIT ;\n"
+TRAP = "        /*0000*/  BPT.TRAP 0x1 ;\n"
 
 
 @pytest.fixture(scope="module")
@@ -34,20 +35,25 @@ def dump(codes: dict[str, str], arch: str) -> str:
     return f"\n\tcode for {arch}\n\t.target\t{arch}\n" + "".join(f"\n\t\tFunction : {name}\n{code}" for name, code in codes.items())
 
 
-def findings_of(script: ModuleType, changes: dict[str, str | None]) -> list[str]:
+def findings_of(script: ModuleType, changes: dict[str, str | None], elsewhere: dict[str, str] | None = None) -> list[str]:
     codes: dict[str, str] = {}
     for name in names():
         code = changes.get(name, GOOD)
         if code is not None:
             codes[name] = code
-    sass = dump(dict.fromkeys(names(), EMPTY), "sm_80") + dump(codes, "sm_90a")
+    sass = dump(dict.fromkeys(names(), TRAP) | (elsewhere or {}), "sm_80") + dump(codes, "sm_90a")
     findings: list[str] = []
     script.check_warpgroup_products(script.functions_of(sass), findings)
     return findings
 
 
-def test_empty_kernels_of_other_cards_pass(script):
+def test_traps_for_other_cards_pass(script):
     assert findings_of(script, {}) == []
+
+
+@pytest.mark.parametrize("name", names())
+def test_empty_kernels_for_other_cards_are_found(script, name):
+    assert [name in finding and "BPT" in finding for finding in findings_of(script, {}, {name: EMPTY})] == [True]
 
 
 @pytest.mark.parametrize("name", names())

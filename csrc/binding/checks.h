@@ -16,6 +16,7 @@ using OptionalTensor = std::optional<Tensor>;
 // Turns a launcher's status into one sentence.
 inline void check_status(const char* op, cudaError_t status, int32_t device) {
   if (status == cudaSuccess) return;
+  if (status == cudaErrorMemoryAllocation) out_of_memory(0, device);  // a kernel's own needs, such as local memory
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
     int major = 0, minor = 0;
     cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);

@@ -1,65 +1,14 @@
 // sdpa_forward and sdpa_backward on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
-#include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
 #include <numeric>
 #include <tuple>
 
-#include "../plan.h"
-#include "../sm90/tensor_map.h"
 #include "checks.h"
+#include "choice.h"
 
 namespace attention_ext {
 namespace {
-
-using torch::stable::accelerator::DeviceGuard;
-
-bool takes(Kernel kernel, const ForwardParams& params) {
-  switch (kernel) {
-    case Kernel::kPipeline: return true;
-    case Kernel::kSm90_512: return fused_forward_512_takes(params);
-    case Kernel::kSm90_1024: return fused_forward_1024_takes(params);
-    case Kernel::kSm90Pipeline: return product_pipeline_takes(params);
-  }
-  return false;
-}
-
-// The kernel to run: the one that was asked for by name, or the plan's choice.
-Kernel choose_kernel(const char* op, const std::string& name, const ForwardParams& params, bool tma_operands, int32_t device) {
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  Kernel kernel;
-  if (kernel_by_name(name, kernel)) {
-    const bool hopper = ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
-    if (kernel != Kernel::kPipeline && !(hopper && takes(kernel, params))) {
-      fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\"");
-    }
-    return kernel;
-  }
-  if (name != "auto")
-    fail(op, "kernel_name", "\"auto\" or one of the kernels \"pipeline\", \"sm90_512\", \"sm90_1024\" and \"sm90_pipeline\"",
-         "\"" + name + "\"");
-  const int64_t heads = params.batch.size[params.batch.count - 1];
-  Problem problem = {params.N / std::max<int64_t>(heads, 1),
-                     heads,
-                     heads / params.key.group,
-                     params.L,
-                     params.S,
-                     params.E,
-                     params.Ev,
-                     element_bytes(params.type),
-                     MaskKind::kNone,
-                     params.causal,
-                     params.dropout.seed != nullptr,
-                     10 * major + minor,
-                     tma_operands};
-  problem.mask = params.mask_type == MaskType::kNone   ? MaskKind::kNone
-                 : params.mask_type == MaskType::kBool ? MaskKind::kBool
-                                                       : MaskKind::kFloat;
-  kernel = make_plan(problem, params.workspace_bytes).kernel;
-  return takes(kernel, params) ? kernel : Kernel::kPipeline;  // sizes past 32 bits
-}
 
 Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int32_t device) {
   if (!(p >= 0.0 && p <= 1.0)) fail(op, "dropout_p", "a number from 0 to 1", std::to_string(p));
@@ -72,14 +21,21 @@ Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int3
           p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
 }
 
-std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
-                                        double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
-                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel_name) {
-  const char* op = "sdpa_forward";
-  ForwardParams params = {};
+// A forward call: what the kernels get, but for the workspace, and which of them runs.
+struct ForwardCall {
+  ForwardParams params;
+  Plan plan;
+};
+
+// Checks a call and chooses its kernel, the same for a call that runs and for one that is only explained: with `out` and `lse` null
+// nothing is allocated.
+ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
+                         const OptionalTensor& attn_mask, const Dropout& dropout, bool is_causal, std::optional<double> scale,
+                         bool enable_gqa, int64_t workspace_bytes, const std::string& kernel_name, Tensor* out, Tensor* lse) {
+  ForwardCall call = {};
+  ForwardParams& params = call.params;
   params.type = check_inputs(op, query, key, &value);
   const int32_t device = query.get_device_index();
-  const DeviceGuard guard(device);
   Views views(op, enable_gqa);
   views.broadcast("query", query, 2);
   views.broadcast("key", key, 2);
@@ -90,36 +46,48 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   params.E = query.size(query.dim() - 1);
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
-  params.dropout = check_dropout(op, dropout_p, seed, device);
+  params.dropout = dropout;
   params.causal = is_causal;
 
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
-  Tensor out = allocate(out_sizes, layout_like(out_sizes, query), query.scalar_type(), device);
-  Tensor lse = allocate(lse_sizes, contiguous_strides(lse_sizes), accumulator_type(params.type), device);
+  const Sizes out_strides = layout_like(out_sizes, query), lse_strides = contiguous_strides(lse_sizes);
+  const ScalarType type = query.scalar_type(), accumulator = accumulator_type(params.type);
+  if (out != nullptr) *out = allocate(out_sizes, out_strides, type, device);
+  if (lse != nullptr) *lse = allocate(lse_sizes, lse_strides, accumulator, device);
 
   views.add(params.query, query);
   views.add(params.key, key);
   views.add(params.value, value);
-  views.add(params.out, out);
-  views.add(params.lse, lse, 1);
+  views.add(params.out, out == nullptr ? nullptr : data_of(*out), out_sizes, out_strides, type);
+  views.add(params.lse, lse == nullptr ? nullptr : data_of(*lse), lse_sizes, lse_strides, accumulator, 1);
   params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
   views.finish(params.batch);
-  if (is_causal) params.S = std::min(params.S, params.L);  // no query sees the keys behind
+  if (is_causal) params.S = std::min(params.S, params.L);  // no query sees the keys after the last one
   params.workspace_bytes = workspace_bytes;
-  const int group = params.key.group;
-  const bool groups = group == params.value.group && group <= 64 && (group == 1 || query.stride(query.dim() - 3) > 0);
-  const bool tma_operands = groups && std::max({query.dim(), key.dim(), value.dim()}) <= (group > 1 ? 4 : 5) &&
-                            tensor_map_takes(params.batch, params.query, params.L) &&
-                            tensor_map_takes(params.batch, params.key, params.S) &&
-                            tensor_map_takes(params.batch, params.value, params.S);
-  const Kernel kernel = choose_kernel(op, kernel_name, params, tma_operands, device);
-  switch (kernel) {
+  call.plan = choose_kernel(op, kernel_name, params, not_for_tma(params, query, key, value), device);
+  params.warpgroup_products = call.plan.kernel == Kernel::kSm90Pipeline;
+  const bool sliced = call.plan.kernel == Kernel::kPipeline || call.plan.kernel == Kernel::kSm90Pipeline;
+  call.plan.workspace_bytes = sliced ? pipeline_forward_workspace(params) : 0;
+  return call;
+}
+
+std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
+                                        double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
+                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel_name) {
+  const char* op = "sdpa_forward";
+  if (!query.defined()) fail(op, "query", "a tensor", "None");
+  const int32_t device = query.get_device_index();
+  const OperatorScope scope(device);
+  Tensor out, lse;
+  const Dropout dropout = check_dropout(op, dropout_p, seed, device);
+  auto [params, plan] = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
+                                     kernel_name, &out, &lse);
+  switch (plan.kernel) {
     case Kernel::kSm90_512: check_status(op, fused_forward_512(params, current_stream(device)), device); return {out, lse};
     case Kernel::kSm90_1024: check_status(op, fused_forward_1024(params, current_stream(device)), device); return {out, lse};
     case Kernel::kPipeline:
     case Kernel::kSm90Pipeline: {
-      params.warpgroup_products = kernel == Kernel::kSm90Pipeline;
-      Tensor workspace = allocate_bytes(pipeline_forward_workspace(params), device);
+      Tensor workspace = allocate_bytes(plan.workspace_bytes, device);
       params.workspace = data_of(workspace);
       check_status(op, pipeline_forward(params, current_stream(device)), device);
       return {out, lse};
@@ -128,11 +96,26 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   throw std::runtime_error("attention_ext: the plan named a kernel that sdpa_forward does not have");
 }
 
+// What sdpa_forward would run for these arguments.
+std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
+                                                              double dropout_p, bool is_causal, std::optional<double> scale,
+                                                              bool enable_gqa, int64_t workspace_bytes,
+                                                              std::string kernel_name) {
+  const char* op = "sdpa_plan";
+  if (!query.defined()) fail(op, "query", "a tensor", "None");
+  static constexpr int64_t kAnySeed = 0;  // kernels ask whether there is one, and here none of them runs
+  const Dropout dropout = {dropout_p > 0.0 ? &kAnySeed : nullptr, 0, 1.0};
+  const Plan plan = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
+                                 kernel_name, nullptr, nullptr)
+                        .plan;
+  return {attention_ext::kernel_name(plan.kernel), plan.reason, plan.workspace_bytes, plan.preferred};
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
                                                          Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
                                                          OptionalTensor seed, double dropout_p, bool is_causal,
                                                          std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
-                                                         bool /*deterministic: always*/, bool mask_grad,
+                                                         bool /*deterministic: always*/, bool mask_grad, bool wide_grads,
                                                          int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_backward";
   if (kernel_name != "auto" && kernel_name != "pipeline")
@@ -140,7 +123,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   BackwardParams params = {};
   params.type = check_inputs(op, query, key, &value);
   const int32_t device = query.get_device_index();
-  const DeviceGuard guard(device);
+  const OperatorScope scope(device);
   const ScalarType type = query.scalar_type(), accumulator = accumulator_type(params.type);
   Views views(op, enable_gqa);
   views.broadcast("query", query, 2);
@@ -186,9 +169,11 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   check_type(op, "lse", lse, accumulator);
   if (has_grad_lse) check_type(op, "grad_lse", *grad_lse, accumulator);
 
-  Tensor grad_query = allocate(sizes_of(query), layout_like(sizes_of(query), query), type, device);
-  Tensor grad_key = allocate(key_sizes, layout_like(key_sizes, key), type, device);
-  Tensor grad_value = allocate(value_sizes, layout_like(value_sizes, value), type, device);
+  const ScalarType grad_type = wide_grads ? accumulator : type;
+  params.wide_grads = wide_grads;
+  Tensor grad_query = allocate(sizes_of(query), layout_like(sizes_of(query), query), grad_type, device);
+  Tensor grad_key = allocate(key_sizes, layout_like(key_sizes, key), grad_type, device);
+  Tensor grad_value = allocate(value_sizes, layout_like(value_sizes, value), grad_type, device);
   const int64_t row_bytes = params.N * params.L * accumulator_bytes(params.type);
   Tensor row_values = allocate_bytes(2 * row_bytes, device);  // delta and norm
 
@@ -223,8 +208,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
     grad_mask = allocate({0}, {1}, type, device);
   }
   views.finish(params.batch);
-  params.grad_key_bytes = grad_key.numel() * element_bytes(params.type);
-  params.grad_value_bytes = grad_value.numel() * element_bytes(params.type);
+  params.grad_key_bytes = grad_key.numel() * element_size(grad_type);
+  params.grad_value_bytes = grad_value.numel() * element_size(grad_type);
   params.delta = data_of(row_values);
   params.norm = static_cast<char*>(params.delta) + row_bytes;
   // delta and norm count towards the cap, of which slices may have a quarter in any case, and a 64th is left for what torch's allocator
@@ -249,4 +234,5 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
   m.impl("sdpa_forward", TORCH_BOX(&attention_ext::sdpa_forward));
   m.impl("sdpa_backward", TORCH_BOX(&attention_ext::sdpa_backward));
+  m.impl("sdpa_plan", TORCH_BOX(&attention_ext::sdpa_plan));
 }

@@ -1,5 +1,4 @@
 // linear_float32 and linear_batchnorm_softmax on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
-#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/ops.h>
 
 #include <tuple>
@@ -9,8 +8,6 @@
 
 namespace attention_ext {
 namespace {
-
-using torch::stable::accelerator::DeviceGuard;
 
 bool is_hopper(int32_t device) {
   int major = 0, minor = 0;
@@ -77,11 +74,12 @@ void run_linear(const char* op, const LinearParams& params, LinearKernel kernel,
   check_status(op, linear(params, kernel, data_of(workspace), current_stream(device)), device);
 }
 
+constexpr std::pair<const char*, LinearKernel> kKernels[] = {
+    {"tiled", LinearKernel::kTiled}, {"split", LinearKernel::kSplit}, {"sm90_split", LinearKernel::kWarpgroups}};
+
 LinearKernel kernel_of(const char* op, const std::string& name, const LinearParams& params, int32_t device) {
-  constexpr std::pair<const char*, LinearKernel> kKernels[] = {
-      {"tiled", LinearKernel::kTiled}, {"split", LinearKernel::kSplit}, {"sm90_split", LinearKernel::kWarpgroups}};
   const bool hopper = is_hopper(device);
-  if (name == "auto") return choose_linear(params, hopper);
+  if (name == "auto") return choose_linear(params, hopper).kernel;
   for (const auto& [known, kernel] : kKernels) {
     if (name != known) continue;
     if (!linear_takes(params, kernel, hopper))
@@ -91,23 +89,46 @@ LinearKernel kernel_of(const char* op, const std::string& name, const LinearPara
   fail(op, "kernel_name", "\"auto\", \"tiled\", \"split\" or \"sm90_split\"", "\"" + name + "\"");
 }
 
+// (..., K) as a matrix (rows, K), a copy where strides ask for one.
+Tensor matrix_of(const Tensor& input, int32_t device) {
+  const Sizes sizes = sizes_of(input);
+  if (sizes.size() == 2) return input;
+  int64_t rows = 1;
+  for (size_t dim = 0; dim + 1 < sizes.size(); ++dim) rows *= sizes[dim];
+  try {
+    return torch::stable::reshape(input, {rows, sizes.back()});
+  } catch (const std::exception&) {  // of which only the memory of the copy can be the cause
+    out_of_memory(input.numel() * element_size(input.scalar_type()), device);
+  }
+}
+
 Tensor linear_float32_by(Tensor input, Tensor weight, OptionalTensor bias, std::string kernel_name) {
   const char* op = "linear_float32";
   if (!input.defined()) fail(op, "input", "a tensor", "None");
   const int32_t device = input.get_device_index();
   check_tensor(op, "input", input, 1, device);
   check_type(op, "input", input, ScalarType::Float);
-  const DeviceGuard guard(device);
+  const OperatorScope scope(device);
   Sizes sizes = sizes_of(input);
-  int64_t rows = 1;
-  for (size_t dim = 0; dim + 1 < sizes.size(); ++dim) rows *= sizes[dim];
-  const Tensor matrix = sizes.size() == 2 ? input : torch::stable::reshape(input, {rows, sizes.back()});
+  const Tensor matrix = matrix_of(input, device);
   LinearParams params = check_linear(op, matrix, weight, bias);
   sizes.back() = params.N;
   Tensor out = allocate(sizes, contiguous_strides(sizes), ScalarType::Float, device);
   params.out = data_of(out);
   run_linear(op, params, kernel_of(op, kernel_name, params, device), device);
   return out;
+}
+
+// The kernel that makes the product of a linear operator for these arguments, and why; of input its rows as a matrix.
+std::tuple<std::string, std::string> linear_plan(Tensor input, Tensor weight, OptionalTensor bias) {
+  const char* op = "linear_plan";
+  if (!input.defined()) fail(op, "input", "a tensor", "None");
+  const int32_t device = input.get_device_index();
+  const LinearPlan plan = choose_linear(check_linear(op, input, weight, bias), is_hopper(device));
+  for (const auto& [name, kernel] : kKernels) {
+    if (kernel == plan.kernel) return {name, plan.reason};
+  }
+  throw std::runtime_error("attention_ext: the plan named a kernel without a name");
 }
 
 Tensor linear_float32(Tensor input, Tensor weight, OptionalTensor bias) {
@@ -123,7 +144,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor in
   if (!input.defined()) fail(op, "input", "a tensor", "None");
   LinearParams params = check_linear(op, input, weight, bias);
   const int32_t device = input.get_device_index();
-  const DeviceGuard guard(device);
+  const OperatorScope scope(device);
   const int64_t M = params.M, N = params.N;
   BatchNormParams norm = {};
   norm.M = M;
@@ -195,6 +216,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax(Tensor input
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
   m.impl("linear_float32", TORCH_BOX(&attention_ext::linear_float32));
+  m.impl("linear_plan", TORCH_BOX(&attention_ext::linear_plan));
   m.impl("_linear_float32_by", TORCH_BOX(&attention_ext::linear_float32_by));
   m.impl("_linear_batchnorm_softmax_by", TORCH_BOX(&attention_ext::linear_batchnorm_softmax_by));
   m.impl("linear_batchnorm_softmax", TORCH_BOX(&attention_ext::linear_batchnorm_softmax));

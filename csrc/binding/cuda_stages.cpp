@@ -1,6 +1,5 @@
 // The pipeline's three stages as operators of their own on CUDA: qk_scores, row_softmax, scores_values. For tests,
 // timing and teaching; whole problems at once, results contiguous. A body: check, allocate, fill, launch.
-#include <torch/csrc/stable/accelerator.h>
 
 #include <tuple>
 
@@ -9,8 +8,6 @@
 
 namespace attention_ext {
 namespace {
-
-using torch::stable::accelerator::DeviceGuard;
 
 // The whole problem as one slice: rows, columns and matrices of a slice are then those of the tensors.
 Slice whole(int64_t N, int64_t L, int64_t S) { return {0, N, 0, L, 0, S}; }
@@ -21,7 +18,7 @@ Tensor qk_scores(Tensor query, Tensor key, OptionalTensor attn_mask, bool is_cau
   QkScoresParams params = {};
   params.type = check_inputs(op, query, key, nullptr);
   const int32_t device = query.get_device_index();
-  const DeviceGuard guard(device);
+  const OperatorScope scope(device);
   Views views(op, enable_gqa);
   views.broadcast("query", query, 2);
   views.broadcast("key", key, 2);
@@ -59,7 +56,7 @@ std::tuple<Tensor, Tensor, Tensor> row_softmax(Tensor scores, std::string dtype)
                                                 : ScalarType::Undefined;
   if (type == ScalarType::Undefined) fail(op, "dtype", "float16, bfloat16, float32 or float64", dtype);
   check_type(op, "scores", scores, accumulator);
-  const DeviceGuard guard(device);
+  const OperatorScope scope(device);
   Views views(op, false);
   views.broadcast("scores", scores, 2);
   const int64_t L = scores.size(scores.dim() - 2), S = scores.size(scores.dim() - 1);
@@ -99,7 +96,7 @@ Tensor scores_values(Tensor weights, Tensor row_sum, Tensor value, bool enable_g
   if (value.size(value.dim() - 2) != S) {
     fail(op, "value", std::to_string(S) + " rows as weights has columns", std::to_string(value.size(value.dim() - 2)));
   }
-  const DeviceGuard guard(device);
+  const OperatorScope scope(device);
   Views views(op, enable_gqa);
   views.broadcast("weights", weights, 2);
   views.broadcast("value", value, 2);

@@ -25,8 +25,19 @@ std::tuple<std::string, std::string, int64_t, bool> plan(std::vector<int64_t> si
                                                          int64_t workspace_bytes) {
   if (sizes.size() != 7) throw std::runtime_error("plan: sizes: expected B, Hq, Hk, L, S, E, Ev");
   MaskKind kind = mask == "bool" ? MaskKind::kBool : mask == "float" ? MaskKind::kFloat : MaskKind::kNone;
-  Problem problem{sizes[0],     sizes[1], sizes[2],  sizes[3], sizes[4],   sizes[5],    sizes[6],
-                  element_size, kind,     is_causal, dropout,  capability, tma_operands};
+  Problem problem{sizes[0],
+                  sizes[1],
+                  sizes[2],
+                  sizes[3],
+                  sizes[4],
+                  sizes[5],
+                  sizes[6],
+                  element_size,
+                  kind,
+                  is_causal,
+                  dropout,
+                  capability,
+                  tma_operands ? "" : "TMA cannot read them"};
   Plan made = make_plan(problem, workspace_bytes);
   return {kernel_name(made.kernel), made.reason, made.workspace_bytes, made.preferred};
 }
@@ -47,7 +58,7 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
   m.def(
       "sdpa_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
       "Tensor out, Tensor lse, Tensor? seed, float dropout_p, bool is_causal, *, float? scale=None, "
-      "bool enable_gqa=False, bool allow_tf32=False, bool deterministic=False, bool mask_grad=False, "
+      "bool enable_gqa=False, bool allow_tf32=False, bool deterministic=False, bool mask_grad=False, bool wide_grads=False, "
       "int workspace_bytes=134217728, str kernel_name=\"auto\") -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "qk_scores(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, "
@@ -65,6 +76,12 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "linear_batchnorm_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor? bn_weight, Tensor? bn_bias, "
       "Tensor? running_mean, Tensor? running_var, Tensor scale, bool training, float eps) "
       "-> (Tensor out, Tensor mean, Tensor var, Tensor linear)");
+  // Which kernel the operator would run for a call, and why; runs and allocates nothing. On CUDA only.
+  m.def(
+      "sdpa_plan(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, *, "
+      "float? scale=None, bool enable_gqa=False, int workspace_bytes=134217728, str kernel_name=\"auto\") "
+      "-> (str kernel, str reason, int workspace, bool preferred)");
+  m.def("linear_plan(Tensor input, Tensor weight, Tensor? bias) -> (str kernel, str reason)");
   m.def("build_info() -> (str, str, int, str)");
   m.def(
       "plan(int[] sizes, int element_size, str mask, bool is_causal, bool dropout, int capability, bool tma_operands, "

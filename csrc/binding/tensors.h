@@ -2,6 +2,7 @@
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -113,11 +114,38 @@ inline Sizes layout_like(const Sizes& sizes, const Tensor& like) {
   return strides;
 }
 
+inline int64_t element_size(ScalarType type) {
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(type)));
+}
+
+// What every operator begins with: its tensors' device is current, and it has allocated nothing yet.
+class OperatorScope {
+ public:
+  explicit OperatorScope(int32_t device) : guard_(device) { allocated() = 0; }
+  static int64_t& allocated() {  // bytes, by the operator that runs on this thread
+    thread_local int64_t bytes = 0;
+    return bytes;
+  }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+};
+
+// The stable ABI has no way to throw torch.OutOfMemoryError; attention_ext/_dispatch.py makes it of this sentence. The bytes are all
+// that the operator would hold, for by then what it held is free again.
+[[noreturn]] inline void out_of_memory(int64_t bytes, int32_t device) {
+  throw std::runtime_error("attention_ext: out of memory: " + std::to_string(OperatorScope::allocated() + bytes) +
+                           " bytes on cuda:" + std::to_string(device));
+}
+
 inline Tensor allocate(const Sizes& sizes, const Sizes& strides, ScalarType type, int32_t device) {
   AtenTensorHandle handle = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                         static_cast<int32_t>(type), aoti_torch_device_type_cuda(), device,
-                                                         &handle));
+  const auto status = aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                               static_cast<int32_t>(type), aoti_torch_device_type_cuda(), device, &handle);
+  int64_t bytes = element_size(type);
+  for (const int64_t size : sizes) bytes *= size;
+  if (status != TORCH_SUCCESS) out_of_memory(bytes, device);
+  OperatorScope::allocated() += bytes;
   return Tensor(handle);
 }
 
@@ -163,18 +191,21 @@ class Views {
   // (batch dims..., rows, cols) or, with matrix_dims 1, (batch dims..., rows). Kernels see a dim of size 1 with stride
   // 0.
   void add(MatrixView& view, const Tensor& tensor, int64_t matrix_dims = 2) {
-    const Sizes sizes = sizes_of(tensor), strides = strides_of(tensor);
+    add(view, data_of(tensor), sizes_of(tensor), strides_of(tensor), tensor.scalar_type(), matrix_dims);
+  }
+  void add(MatrixView& view, void* data, const Sizes& sizes, const Sizes& strides, ScalarType type, int64_t matrix_dims = 2) {
     const auto stride_of = [&](size_t dim) { return sizes[dim] == 1 ? 0 : strides[dim]; };
     const size_t rank = sizes.size();
     view = {};
-    view.data = data_of(tensor);
+    view.data = data;
     view.row_stride = stride_of(rank - matrix_dims);
     view.col_stride = matrix_dims == 2 ? stride_of(rank - 1) : 0;
-    BatchOperand operand = {batch_of(tensor, matrix_dims), Sizes(strides.begin(), strides.end() - matrix_dims), 1, &view};
+    BatchOperand operand = {Sizes(sizes.begin(), sizes.end() - matrix_dims),
+                            Sizes(strides.begin(), strides.end() - matrix_dims), 1, &view};
     if (enable_gqa_ && !operand.size.empty() && operand.size.back() > 0) {
       operand.group = std::max<int64_t>(sizes_.back() / operand.size.back(), 1);
     }
-    const int64_t element = static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(tensor.scalar_type())));
+    const int64_t element = element_size(type);
     view.vector = view.col_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
     for (size_t dim = 0; dim + 1 < rank; ++dim) view.vector = view.vector && stride_of(dim) * element % 16 == 0;
     operands_.push_back(operand);

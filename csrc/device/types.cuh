@@ -103,4 +103,15 @@ __device__ __forceinline__ void store_quad(T* row, int col, int end, int64_t col
   }
 }
 
+// The same for a row that begins `offset` elements behind `data`, of T or, if `wide`, of its accumulator type.
+template <class T>
+__device__ __forceinline__ void store_quad(void* data, int64_t offset, bool wide, int col, int end, int64_t col_stride,
+                                           bool vector, const Accumulator<T> (&in)[4]) {
+  if (sizeof(T) == 2 && wide) {
+    store_quad(static_cast<Accumulator<T>*>(data) + offset, col, end, col_stride, vector, in);
+  } else {
+    store_quad(static_cast<T*>(data) + offset, col, end, col_stride, vector, in);
+  }
+}
+
 }  // namespace attention_ext

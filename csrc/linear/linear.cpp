@@ -135,12 +135,17 @@ bool linear_takes(const LinearParams& params, LinearKernel kernel, bool hopper) 
   return false;
 }
 
-LinearKernel choose_linear(const LinearParams& params, bool hopper) {
-  if (params.type == DataType::kFloat && params.K <= kLongSum) return LinearKernel::kTiled;
-  for (const LinearKernel kernel : {LinearKernel::kWarpgroups, LinearKernel::kSplit}) {
-    if (linear_takes(params, kernel, hopper)) return kernel;
+LinearPlan choose_linear(const LinearParams& params, bool hopper) {
+  const bool is_float = params.type == DataType::kFloat;
+  if (is_float && params.K <= kLongSum) return {LinearKernel::kTiled, "sums of up to 512 products run on CUDA cores"};
+  if (linear_takes(params, LinearKernel::kWarpgroups, hopper)) {
+    return {LinearKernel::kWarpgroups, is_float ? "on Hopper float32 runs on Tensor Cores as two half terms"
+                                                : "on Hopper half types run on its Tensor Cores"};
   }
-  return LinearKernel::kTiled;
+  if (linear_takes(params, LinearKernel::kSplit, hopper)) {
+    return {LinearKernel::kSplit, "float32 runs on Tensor Cores as two half terms"};
+  }
+  return {LinearKernel::kTiled, "it takes every dtype, size and stride, and no faster kernel takes this problem"};
 }
 
 int64_t linear_workspace(const LinearParams& params, LinearKernel kernel) {

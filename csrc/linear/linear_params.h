@@ -96,9 +96,13 @@ cudaError_t launch_norm_softmax(const NormSoftmaxParams& params, cudaStream_t st
 
 // How the product is made: tiled_linear.cu; by terms with split_linear.cu; by warpgroups (warpgroup_linear.cu), float by terms.
 enum class LinearKernel { kTiled, kSplit, kWarpgroups };
+struct LinearPlan {
+  LinearKernel kernel;
+  const char* reason;  // a clause
+};
 // Whether a kernel can run a problem, and the one to run.
 bool linear_takes(const LinearParams& params, LinearKernel kernel, bool hopper);
-LinearKernel choose_linear(const LinearParams& params, bool hopper);
+LinearPlan choose_linear(const LinearParams& params, bool hopper);
 
 // Host driver of the linear layer with its statistics.
 int64_t linear_workspace(const LinearParams& params, LinearKernel kernel);

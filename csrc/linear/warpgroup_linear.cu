@@ -190,8 +190,10 @@ struct WarpgroupLinearWork {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     warpgroup_linear_kernel(const __grid_constant__ TermsLinearParams p, const __grid_constant__ ProductMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   run_warpgroup_tiles<Tile>(WarpgroupLinearWork<Tile>{p}, maps);
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
 }
 

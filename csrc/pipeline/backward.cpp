@@ -181,6 +181,7 @@ cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& pl
   }
   query.out = params.grad_query;
   query.type = params.type;
+  query.wide_out = params.wide_grads;
   query.causal = params.causal;
   const cudaError_t status = launch_scores_values(query, stream);
   if (status != cudaSuccess || params.mask_grad.data == nullptr) return status;
@@ -214,6 +215,7 @@ cudaError_t make_key_value_grad(const BackwardParams& params, const BackwardPlan
   value.out = params.grad_value;
   value.carry = carry(plan.value_carry_at);
   value.type = params.type;
+  value.wide_out = params.wide_grads;
   value.causal = params.causal;
   const cudaError_t status = launch_key_value_grad(value, stream);
   if (status != cudaSuccess) return status;

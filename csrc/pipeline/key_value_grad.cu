@@ -67,14 +67,15 @@ struct KeyValueGradWork {
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
     const Place at = place();
     const Acc factor = static_cast<Acc>(p.factor);
-    T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
-               (p.slice.col_begin + at.key) * p.out.row_stride + at.col * p.out.col_stride;
+    const int64_t tile_offset = batch_offset(p.batch, p.out, at.n, at.slice_index) +
+                                (p.slice.col_begin + at.key) * p.out.row_stride + at.col * p.out.col_stride;
     product.template for_each_quad<false>(shared, at.keys, at.cols, [&](int row, int col, const Acc(&sum)[4]) {
       Acc x[4] = {sum[0], sum[1], sum[2], sum[3]};
       if (p.carry != nullptr && !carry(at, row, col, x)) return;
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] *= factor;
-      store_quad(g_out + row * p.out.row_stride, col, at.cols, p.out.col_stride, p.out.vector, x);
+      store_quad<T>(p.out.data, tile_offset + row * p.out.row_stride, p.wide_out, col, at.cols, p.out.col_stride, p.out.vector,
+                    x);
     });
   }
 };

@@ -80,15 +80,16 @@ struct ValuesWork {
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
     const Place at = place();
-    T* g_out = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
-               (p.slice.row_begin + at.row) * p.out.row_stride + at.col * p.out.col_stride;
+    const int64_t tile_offset = batch_offset(p.batch, p.out, at.n, at.slice_index) +
+                                (p.slice.row_begin + at.row) * p.out.row_stride + at.col * p.out.col_stride;
     const auto scaled = [&](int row, const Acc(&sum)[4], Acc(&x)[4]) {
       const Acc row_factor = shared.row[row].first;
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = row_factor == Acc(0) ? Acc(0) : sum[e] * row_factor;
     };
     const bool in_parts = sizeof(T) == 2 && p.carry != nullptr;  // one path fewer to compile for float and double
-    if (p.out.vector && at.rows >= Tile::kM && at.cols >= Tile::kN && !in_parts) {
+    if (p.out.vector && at.rows >= Tile::kM && at.cols >= Tile::kN && !in_parts && !p.wide_out) {
+      T* g_out = static_cast<T*>(p.out.data) + tile_offset;
       product.template for_each_quad<true>(shared, at.rows, at.cols, [&](int row, int col, const Acc(&sum)[4]) {
         Acc x[4];
         scaled(row, sum, x);
@@ -99,7 +100,8 @@ struct ValuesWork {
         Acc total[4] = {sum[0], sum[1], sum[2], sum[3]}, x[4];
         if (in_parts && !carry(at, row, col, total)) return;
         scaled(row, total, x);
-        store_quad(g_out + row * p.out.row_stride, col, at.cols, p.out.col_stride, p.out.vector, x);
+        store_quad<T>(p.out.data, tile_offset + row * p.out.row_stride, p.wide_out, col, at.cols, p.out.col_stride,
+                      p.out.vector, x);
       });
     }
   }

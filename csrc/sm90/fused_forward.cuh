@@ -27,7 +27,7 @@ template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps, uint32_t tiles,
                          int columns) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -77,6 +77,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     take_registers<Tile::kConsumerRegisters>();
     FusedConsumer<Tile, kGeneral>(p, shared, warpgroup).run(tiles, columns);
   }
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
 }
 

@@ -109,8 +109,10 @@ struct ProductValuesWork {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     product_values_kernel(const __grid_constant__ ScoresValuesParams p, const __grid_constant__ ProductMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)  // other cards never launch it
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   run_warpgroup_tiles<Tile>(ProductValuesWork<Tile>{p}, maps);
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
 }
 
