@@ -47,11 +47,13 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     Args:
         outs: one or more tensors (..., L, Ev) of one shape, device and dtype: float16, bfloat16, float32 or float64.
         lses: as many tensors (..., L), float32 (float64 beside float64): the natural log-sum-exp of each row's scores, -inf
-            where the row has no visible key in that part; `out` of such a row is 0.
+            where the row has no visible key in that part. What `out` holds in such a row does not matter, be it NaN.
 
     Returns:
         out (..., L, Ev) in the dtype of `outs`, summed in float32 (float64 for float64), and lse (..., L). A row that is dead in
-        every part gives 0 and -inf, with zero gradients. Both are differentiable with respect to every input, any number of times.
+        every part gives 0 and -inf, with zero gradients. Both are differentiable with respect to every input, any number of times;
+        a part adds nothing to a row, and gets zero gradients from it, where its log-sum-exp is -inf. A log-sum-exp of NaN or +inf
+        makes its row NaN.
 
     Raises:
         RuntimeError: an input that is refused; the message names the argument, what was expected and what came.
@@ -68,5 +70,8 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     total = torch.stack(weights).sum(0)
     dead = total == 0.0
     total = total.masked_fill(dead, 1.0)  # before the logarithm and the division, whose derivatives at 0 are not finite
-    out = sum((w.unsqueeze(-1) * o.to(acc) for w, o in zip(weights, outs, strict=True)), start=outs[0].new_zeros((), dtype=acc))
-    return (out / total.unsqueeze(-1)).to(outs[0].dtype), (total.log() + top).masked_fill(dead, -math.inf)
+    merged_out = outs[0].new_zeros((), dtype=acc)
+    for out, lse, weight in zip(outs, lses, weights, strict=True):
+        out = out.masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)  # before the product: 0 * NaN is NaN, in its derivative too
+        merged_out = torch.addcmul(merged_out, (weight / total).unsqueeze(-1), out)
+    return merged_out.to(outs[0].dtype), (total.log() + top).masked_fill(dead, -math.inf)
