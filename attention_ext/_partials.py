@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import check_shape, refuse
+from ._overrides import handle_torch_function, overridden
 
 __all__ = ["merge_partials"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _overridable(outs: Any, lses: Any) -> tuple[Any, ...]:
+    """Everything that may have a __torch_function__ of its own: while torch.fx traces, a whole sequence may be one proxy."""
+    return tuple(part for given in (outs, lses) for part in (given if isinstance(given, Sequence) else (given,)))
 
 
 def _tensors(name: str, given: Sequence[Tensor]) -> list[Tensor]:
@@ -62,6 +69,10 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     softmax: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; over splits of the keys it is the last
     step of Flash-Decoding (Dao, Haziza, Massa and Sizov 2023).
     """
+    overridable = _overridable(outs, lses)
+    if overridden(*overridable):
+        merged: tuple[Tensor, Tensor] = handle_torch_function(merge_partials, overridable, outs, lses)
+        return merged
     outs, lses = _tensors("outs", outs), _tensors("lses", lses)
     acc = _check(outs, lses)
     top = torch.stack([lse.detach() for lse in lses]).amax(0)
@@ -75,3 +86,6 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
         out = out.masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)  # before the product: 0 * NaN is NaN, in its derivative too
         merged_out = torch.addcmul(merged_out, (weight / total).unsqueeze(-1), out)
     return merged_out.to(outs[0].dtype), (total.log() + top).masked_fill(dead, -math.inf)
+
+
+merge_partials.__module__ = "attention_ext"  # where a traced and stored graph looks for it
