@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _linear, _linear_softmax, _reference, _routing, _stages
+from . import _flops, _linear, _linear_softmax, _reference, _routing, _stages
 from ._autograd import Attention, expand_leading
 from ._checks import check_attention, check_seed, check_shape, refuse
 from ._limits import check_kernel_name, check_limits, contiguous, layout_like
@@ -244,3 +244,4 @@ _LIBRARY.impl("sdpa_backward", _backward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=_LIBRARY)
 for _part in (_stages, _linear, _linear_softmax):
     _part.register(_LIBRARY)
+_flops.register()
