@@ -16,8 +16,8 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _overridable(outs: Any, lses: Any) -> tuple[Any, ...]:
-    """Everything that may have a __torch_function__ of its own: while torch.fx traces, a whole sequence may be one proxy."""
-    return tuple(part for given in (outs, lses) for part in (given if isinstance(given, Sequence) else (given,)))
+    """What may have a __torch_function__ of its own: the tensors, or a whole sequence, which may be one proxy of torch.fx."""
+    return (*(outs if isinstance(outs, (list, tuple)) else (outs,)), *(lses if isinstance(lses, (list, tuple)) else (lses,)))
 
 
 def _tensors(name: str, given: Sequence[Tensor]) -> list[Tensor]:
