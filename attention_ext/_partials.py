@@ -2,15 +2,22 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import check_shape, refuse
+from ._overrides import handle_torch_function, overridden
 
 __all__ = ["merge_partials"]
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _overridable(outs: Any, lses: Any) -> tuple[Any, ...]:
+    """What may have a __torch_function__ of its own: the tensors, or a whole sequence, which may be one proxy of torch.fx."""
+    return (*(outs if isinstance(outs, (list, tuple)) else (outs,)), *(lses if isinstance(lses, (list, tuple)) else (lses,)))
 
 
 def _tensors(name: str, given: Sequence[Tensor]) -> list[Tensor]:
@@ -47,11 +54,13 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     Args:
         outs: one or more tensors (..., L, Ev) of one shape, device and dtype: float16, bfloat16, float32 or float64.
         lses: as many tensors (..., L), float32 (float64 beside float64): the natural log-sum-exp of each row's scores, -inf
-            where the row has no visible key in that part; `out` of such a row is 0.
+            where the row has no visible key in that part. What `out` holds in such a row does not matter, be it NaN.
 
     Returns:
         out (..., L, Ev) in the dtype of `outs`, summed in float32 (float64 for float64), and lse (..., L). A row that is dead in
-        every part gives 0 and -inf, with zero gradients. Both are differentiable with respect to every input, any number of times.
+        every part gives 0 and -inf, with zero gradients. Both are differentiable with respect to every input, any number of times;
+        a part adds nothing to a row, and gets zero gradients from it, where its log-sum-exp is -inf. A log-sum-exp of NaN or +inf
+        makes its row NaN.
 
     Raises:
         RuntimeError: an input that is refused; the message names the argument, what was expected and what came.
@@ -60,6 +69,10 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     softmax: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; over splits of the keys it is the last
     step of Flash-Decoding (Dao, Haziza, Massa and Sizov 2023).
     """
+    overridable = _overridable(outs, lses)
+    if overridden(*overridable):
+        merged: tuple[Tensor, Tensor] = handle_torch_function(merge_partials, overridable, outs, lses)
+        return merged
     outs, lses = _tensors("outs", outs), _tensors("lses", lses)
     acc = _check(outs, lses)
     top = torch.stack([lse.detach() for lse in lses]).amax(0)
@@ -68,5 +81,11 @@ def merge_partials(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tens
     total = torch.stack(weights).sum(0)
     dead = total == 0.0
     total = total.masked_fill(dead, 1.0)  # before the logarithm and the division, whose derivatives at 0 are not finite
-    out = sum((w.unsqueeze(-1) * o.to(acc) for w, o in zip(weights, outs, strict=True)), start=outs[0].new_zeros((), dtype=acc))
-    return (out / total.unsqueeze(-1)).to(outs[0].dtype), (total.log() + top).masked_fill(dead, -math.inf)
+    merged_out = outs[0].new_zeros((), dtype=acc)
+    for out, lse, weight in zip(outs, lses, weights, strict=True):
+        out = out.masked_fill((lse == -math.inf).unsqueeze(-1), 0.0)  # before the product: 0 * NaN is NaN, in its derivative too
+        merged_out = torch.addcmul(merged_out, (weight / total).unsqueeze(-1), out)
+    return merged_out.to(outs[0].dtype), (total.log() + top).masked_fill(dead, -math.inf)
+
+
+merge_partials.__module__ = "attention_ext"  # where a traced and stored graph looks for it

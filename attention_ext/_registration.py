@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import _linear, _linear_softmax, _reference, _routing, _stages
+from . import _flops, _linear, _linear_softmax, _reference, _routing, _stages
 from ._autograd import Attention, expand_leading, log_backward
 from ._bias import plain_mask, plain_result
 from ._checks import check_attention, check_seed, check_shape, refuse
@@ -251,3 +251,4 @@ _LIBRARY.impl("sdpa_backward", _backward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=_LIBRARY)
 for _part in (_stages, _linear, _linear_softmax):
     _part.register(_LIBRARY)
+_flops.register()

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from ._checks import message
 from ._linear_checks import as_scale
 from ._linear_softmax import call_and_update
+from ._overrides import handle_torch_function, overridden
 
-__all__ = ["LinearBatchNormSoftmax"]
+__all__ = ["LinearBatchNormSoftmax", "linear_batchnorm_softmax"]
 
 
 def _check_plain(name: str, module: nn.Module, kind: Any) -> None:
@@ -18,6 +19,35 @@ def _check_plain(name: str, module: nn.Module, kind: Any) -> None:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     if any(len(registered) > 0 for registered in hooks) or "forward" in module.__dict__:
         raise RuntimeError(message(name, "a module without hooks, since its forward is not called", "one with hooks"))
+
+
+def linear_batchnorm_softmax(input: Tensor, linear: nn.Linear, bn: nn.BatchNorm1d, scale: Tensor | float) -> Tensor:
+    """softmax(scale * bn(linear(input)), -1): the forward of LinearBatchNormSoftmax as a function of its modules.
+
+    It is what torch.fx records of the module, with `linear` and `bn` as submodules: their mode, parameters and buffers are read
+    when the graph runs. attention_ext.linear_batchnorm_softmax is the function of tensors.
+    """
+    if overridden(input, scale):
+        result: Tensor = handle_torch_function(linear_batchnorm_softmax, (input, scale), input, linear, bn, scale)
+        return result
+    _check_plain("linear", linear, nn.Linear)
+    _check_plain("bn", bn, nn.BatchNorm1d)
+    update = bn.training and bn.track_running_stats and bn.running_mean is not None
+    kept = not bn.training or update
+    return call_and_update(
+        input,
+        linear.weight,
+        linear.bias,
+        bn.weight,
+        bn.bias,
+        bn.running_mean if kept else None,
+        bn.running_var if kept else None,
+        scale,
+        bn.training or (bn.running_mean is None and bn.running_var is None),
+        bn.momentum,
+        bn.eps,
+        bn.num_batches_tracked if update else None,
+    )
 
 
 class LinearBatchNormSoftmax(nn.Module):
@@ -72,22 +102,4 @@ class LinearBatchNormSoftmax(nn.Module):
             self.register_buffer("scale", scale)
 
     def forward(self, input: Tensor) -> Tensor:
-        linear, bn = self.linear, self.bn
-        _check_plain("linear", linear, nn.Linear)
-        _check_plain("bn", bn, nn.BatchNorm1d)
-        update = bn.training and bn.track_running_stats and bn.running_mean is not None
-        kept = not bn.training or update
-        return call_and_update(
-            input,
-            linear.weight,
-            linear.bias,
-            bn.weight,
-            bn.bias,
-            bn.running_mean if kept else None,
-            bn.running_var if kept else None,
-            self.scale,
-            bn.training or (bn.running_mean is None and bn.running_var is None),
-            bn.momentum,
-            bn.eps,
-            bn.num_batches_tracked if update else None,
-        )
+        return linear_batchnorm_softmax(input, self.linear, self.bn, self.scale)

@@ -9,6 +9,7 @@ from . import _routing
 from ._bias import plain_mask
 from ._checks import check_attention, refuse
 from ._linear_softmax import call_and_update
+from ._overrides import handle_torch_function, overridden
 from ._transforms import constant
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
@@ -190,7 +191,11 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Differentiable any number of times. In an autocast region it stays in float32, and half operands are widened. Where weight or
     bias is mapped by vmap, under other torch.func transforms and under forward-mode AD it is PyTorch's linear, on CUDA in float64.
     """
-    out: Tensor = torch.ops.attention_ext.linear_float32.default(input, weight, bias)
+    out: Tensor
+    if overridden(input, weight, bias):
+        out = handle_torch_function(linear_float32, (input, weight, bias), input, weight, bias)
+    else:
+        out = torch.ops.attention_ext.linear_float32.default(input, weight, bias)
     return out
 
 
@@ -203,7 +208,7 @@ def linear_batchnorm_softmax(
     running_var: Tensor | None = None,
     bn_weight: Tensor | None = None,
     bn_bias: Tensor | None = None,
-    scale: Tensor | float,
+    scale: Tensor | float = 1.0,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
@@ -240,6 +245,13 @@ def linear_batchnorm_softmax(
     softmax would have there: float32 on CUDA, on the CPU what scale and the region's dtype promote to. Under torch.func transforms
     and forward-mode AD it is a composition of PyTorch's operators.
     """
+    tensors = (input, weight, bias, running_mean, running_var, bn_weight, bn_bias, scale)
+    if overridden(*tensors):
+        result: Tensor = handle_torch_function(
+            linear_batchnorm_softmax, tensors, input, weight, bias, running_mean=running_mean, running_var=running_var,
+            bn_weight=bn_weight, bn_bias=bn_bias, scale=scale, training=training, momentum=momentum, eps=eps,
+        )  # fmt: skip
+        return result
     if momentum is None:
         refuse("momentum", "a number (nn.LinearBatchNormSoftmax counts the batches for a cumulative average)", None)
     return call_and_update(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, momentum, eps)

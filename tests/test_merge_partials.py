@@ -103,6 +103,79 @@ def test_dead_everywhere(device: str, dtype: torch.dtype) -> None:
     assert all((g == 0).all() for g in grads)
 
 
+JUNK = {0: [], 1: [0], 2: [1], 3: [0, 2], 4: [0, 1, 2]}  # the parts that are dead in each row
+
+
+def with_junk(dtype: torch.dtype, device: str, *junk: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Three parts of five rows, what is dead filled with each of `junk` in turn."""
+    outs = [normal(2, 5, 4, dtype=dtype, device=device) for _ in range(3)]
+    lses = [normal(2, 5, dtype=torch.promote_types(dtype, torch.float32), device=device) for _ in range(3)]
+    for row, parts in JUNK.items():
+        for part in parts:
+            lses[part][:, row] = NEG_INF
+            outs[part][:, row] = torch.tensor(junk, dtype=dtype, device=device).repeat(4)[:4]
+    return outs, lses
+
+
+def merged_twice(parts: list[Tensor], op=merge_partials) -> list[Tensor]:
+    """out and lse without its -inf, first derivatives, and derivatives of those."""
+    parts = leaves(*parts)
+    out, lse = op(parts[:3], parts[3:])
+    lse = lse.masked_fill(lse == NEG_INF, 0.0)
+    grads = torch.autograd.grad(out.float().sin().sum() + lse.sin().sum(), parts, create_graph=True)
+    return [out, lse, *grads, *torch.autograd.grad(sum(g.float().square().sum() for g in grads), parts)]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_dead_part_adds_nothing(device: str, dtype: torch.dtype) -> None:
+    """Whatever its output holds: values and derivatives are those beside a dead part of zeros."""
+    torch.manual_seed(0)
+    outs, lses = with_junk(dtype, device, 0.0)
+    want = merged_twice([*outs, *lses])
+    assert all(t.isfinite().all() for t in want)
+    for junk in (float("nan"), float("inf"), NEG_INF), (float("nan"),):
+        torch.manual_seed(0)
+        outs, lses = with_junk(dtype, device, *junk)
+        assert not all(t.isfinite().all() for t in outs)
+        got = merged_twice([*outs, *lses])
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        for row, parts in JUNK.items():
+            assert all((got[2 + part][:, row] == 0).all() for part in parts), "the gradient of what is dead"
+        assert (got[0][:, 4] == 0).all() and (merge_partials(outs, lses)[1][:, 4] == NEG_INF).all()
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_a_dead_part_compiled_and_mapped(device: str, dtype: torch.dtype) -> None:
+    outs, lses = with_junk(dtype, device, float("nan"), float("inf"))
+    op = lambda *t: merge_partials(t[:3], t[3:])  # noqa: E731
+    want = op(*outs, *lses)
+    assert all(not t.isnan().any() for t in want)
+    torch._dynamo.reset()
+    for transformed in (torch.compile(op, fullgraph=True, backend="aot_eager"), torch.vmap(op)):
+        got = transformed(*outs, *lses)
+        torch.testing.assert_close(got, want)
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    mine, right = (leaves(*outs, *lses) for _ in range(2))
+    grads = [torch.autograd.grad(f(*t)[0].float().sin().sum(), t) for f, t in ((compiled, mine), (op, right))]
+    torch.testing.assert_close(*grads)
+    assert all(g.isfinite().all() for g in grads[0])
+
+
+def test_what_is_not_dead_counts(device: str) -> None:
+    """A live part that is not finite stays so beside a dead one; a log-sum-exp of NaN or +inf makes its row NaN."""
+    outs, lses = with_junk(torch.float32, device, float("nan"))
+    outs[1][:, 1, 2] = float("nan")
+    outs[2][:, 2, 3] = float("inf")
+    out, _ = merge_partials(outs, lses)
+    assert out[:, 1].isnan().tolist() == [[False, False, True, False]] * 2
+    assert out[:, 2].isinf().tolist() == [[False, False, False, True]] * 2
+    assert out[:, [0, 3, 4]].isfinite().all()
+    for value in (float("nan"), float("inf")):
+        lses[1][:, 3] = value
+        assert all(t[:, 3].isnan().all() for t in merge_partials(outs, lses))
+
+
 def test_gradcheck(device: str) -> None:
     outs = leaves(*(normal(2, 3, 2, dtype=torch.float64, device=device) for _ in range(3)))
     lses = leaves(*(normal(2, 3, dtype=torch.float64, device=device) for _ in range(3)))
