@@ -16,7 +16,7 @@ class Build:
     """What setup.py stamped into the library _C."""
 
     version: str  # with the local label: 0.1.0+cu13, 0.1.0+cpu
-    csrc: str  # git's tree id of csrc/, "-dirty" appended where the working tree differed, "unknown" outside git
+    csrc: str  # git's tree id of csrc/, "-dirty" appended where the last commit had another
     cuda_major: int  # of the toolkit that built _cuda, 0 without it
     built_for: str  # TORCH_CUDA_ARCH_LIST of the build
 

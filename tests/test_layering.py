@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CSRC = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"})
-PYTHON = [*sorted((ROOT / "attention_ext").rglob("*.py")), ROOT / "setup.py"]
+PYTHON = [*sorted((ROOT / "attention_ext").rglob("*.py")), ROOT / "setup.py", ROOT / "setup_helpers.py"]
 
 
 def test_sources_are_there() -> None:

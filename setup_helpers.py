@@ -1,0 +1,48 @@
+"""What setup.py asks the machine: the CUDA toolkit, the id of the sources."""
+
+import hashlib
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCES = {".h", ".cuh", ".cpp", ".cu"}  # MANIFEST.in has the same
+
+
+def output(*command, stream="stdout", cwd=None):
+    """What a command printed; empty where it is missing or fails."""
+    try:
+        return getattr(subprocess.run(command, capture_output=True, text=True, check=True, cwd=cwd), stream).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def find_cuda_home():
+    """The toolkit's folder: CUDA_HOME, or what nvcc itself reports (nvcc on PATH may be a wrapper outside the toolkit)."""
+    with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
+        here = re.search(r"_HERE_=(.+)", output("nvcc", "--dryrun", "-c", empty.name, stream="stderr"))
+    return os.environ.get("CUDA_HOME") or (str(Path(here.group(1).strip()).parent) if here else "")
+
+
+def tree_id(folder):
+    """The id git gives to a folder of these sources, from the files alone; None where there are none."""
+    listing = b""
+    for path in sorted(folder.iterdir(), key=lambda path: path.name + "/" * path.is_dir()):  # git's order
+        if path.is_dir():
+            mode, content = b"40000", tree_id(path)
+        else:
+            mode, content = b"100644", git_hash(b"blob", path.read_bytes()) if path.suffix in SOURCES else None
+        if content:
+            listing += mode + b" " + path.name.encode() + b"\0" + content
+    return git_hash(b"tree", listing) if listing else None
+
+
+def git_hash(kind, content):
+    return hashlib.sha1(b"%s %d\0%s" % (kind, len(content), content), usedforsecurity=False).digest()
+
+
+def csrc_tree(root):
+    """git's tree id of csrc/, marked where the last commit has another: what a benchmark record refers to."""
+    tree = tree_id(root / "csrc").hex()
+    return tree + "-dirty" * (output("git", "rev-parse", "HEAD:./csrc", cwd=root) not in {"", tree})
