@@ -15,9 +15,9 @@ from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
 sys.path.append(str(ROOT))  # pip runs this file without its folder on the path
-from setup_helpers import csrc_tree, find_cuda_home, output  # noqa: E402
+from setup_helpers import csrc_tree, cuda_architectures, find_cuda_home, output  # noqa: E402
 
-os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
+ARCHS = os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0+PTX;9.0a"
 CUDA_HOME = find_cuda_home()
 if CUDA_HOME:
     os.environ["CUDA_HOME"] = CUDA_HOME  # before torch guesses it
@@ -39,13 +39,15 @@ if TOOLKIT_MAJOR and TOOLKIT_MAJOR != TORCH_MAJOR:
 VERSION = re.search(r'"(.+)"', (ROOT / "attention_ext" / "_version.py").read_text()).group(1)
 BUILT = VERSION + (f"+cu{TOOLKIT_MAJOR}" if TOOLKIT_MAJOR else "+cpu")  # pip prints the version, so it says what was built
 FROM_SDIST = (ROOT / "PKG-INFO").exists()  # then pip insists on the sdist's own version
-ARCHS = os.environ["TORCH_CUDA_ARCH_LIST"]
+CODES = cuda_architectures() if TOOLKIT_MAJOR else set()
+if "sm_90" in CODES:
+    print(f"TORCH_CUDA_ARCH_LIST='{ARCHS}' leaves the kernels for Hopper out: they need 9.0a in place of 9.0.", file=sys.stderr)
 MACROS = {
     "TORCH_TARGET_VERSION": "0x020a000000000000",  # PyTorch 2.10, the oldest release the libraries load beside
     "ATTENTION_EXT_VERSION": f'"{BUILT}"',
     "ATTENTION_EXT_CUDA_MAJOR": TOOLKIT_MAJOR or 0,
     "ATTENTION_EXT_BUILT_FOR": f'"{ARCHS if TOOLKIT_MAJOR else ""}"',
-    "ATTENTION_EXT_HAS_SM90A": int("9.0a" in ARCHS),
+    "ATTENTION_EXT_HAS_SM90A": int("sm_90a" in CODES),
 }
 STRICT = os.environ.get("ATTENTION_EXT_WERROR") == "1"
 HOST = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *["-Werror"] * STRICT]

@@ -1,4 +1,4 @@
-"""What setup.py asks the machine: the CUDA toolkit, the id of the sources."""
+"""What setup.py asks the machine: the CUDA toolkit, the architectures to compile for, the id of the sources."""
 
 import hashlib
 import os
@@ -23,6 +23,27 @@ def find_cuda_home():
     with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
         here = re.search(r"_HERE_=(.+)", output("nvcc", "--dryrun", "-c", empty.name, stream="stderr"))
     return os.environ.get("CUDA_HOME") or (str(Path(here.group(1).strip()).parent) if here else "")
+
+
+def cuda_architectures():
+    """What TORCH_CUDA_ARCH_LIST makes nvcc generate: sm_80, compute_80 (PTX), sm_90a, ..."""
+    import torch
+    from torch.utils.cpp_extension import _get_cuda_arch_flags  # the reading that BuildExtension goes by
+
+    listed = os.environ["TORCH_CUDA_ARCH_LIST"]
+    try:
+        codes = set(re.findall(r",code=(\w+)", " ".join(_get_cuda_arch_flags())))
+    except (ValueError, IndexError):  # IndexError: "native" without a card
+        raise SystemExit(
+            f"TORCH_CUDA_ARCH_LIST: expected architectures that torch {torch.__version__} knows, separated by ';' or ' ' (native "
+            f"where there is a card), got '{listed}'."
+        ) from None
+    if "sm_90a" in codes and codes & {"sm_90", "compute_90"}:
+        raise SystemExit(
+            "TORCH_CUDA_ARCH_LIST: expected 9.0a without plain 9.0 (which Hopper stands for too), as the driver may load the image "
+            f"for 9.0, where the kernels for Hopper are empty; got '{listed}'."
+        )
+    return codes
 
 
 def tree_id(folder):

@@ -18,7 +18,11 @@ class Build:
     version: str  # with the local label: 0.1.0+cu13, 0.1.0+cpu
     csrc: str  # git's tree id of csrc/, "-dirty" appended where the last commit had another
     cuda_major: int  # of the toolkit that built _cuda, 0 without it
-    built_for: str  # TORCH_CUDA_ARCH_LIST of the build
+    built_for: str  # TORCH_CUDA_ARCH_LIST of the build, empty without _cuda
+
+    @property
+    def has_hopper_kernels(self) -> bool:
+        return "9.0a" in self.built_for
 
 
 def _load_schemas() -> Build:

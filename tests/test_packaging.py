@@ -32,6 +32,7 @@ HOOKS = "import sys; from setuptools import build_meta; out = sys.argv[1]; "
 METADATA = "build_meta.prepare_metadata_for_build_wheel(out); "
 SDIST = "build_meta.build_sdist(out); "
 CUDA_MAJOR = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
+needs_cuda_torch = pytest.mark.skipif(CUDA_MAJOR is None, reason="a CPU-only torch builds nothing for CUDA")
 
 
 def load(path: Path) -> ModuleType:
@@ -116,3 +117,50 @@ def test_the_id_of_sources_is_that_of_git(tmp_path: Path, monkeypatch: pytest.Mo
     for committed, expected in (("", by_git), (by_git, by_git), ("0" * 40, f"{by_git}-dirty")):
         monkeypatch.setattr(helpers, "output", lambda *command, committed=committed, **_: committed)
         assert helpers.csrc_tree(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("listed", "there"),
+    [
+        ("8.0+PTX;9.0a", {"sm_80", "compute_80", "sm_90a"}),
+        ("9.0a+PTX", {"sm_90a", "compute_90a"}),
+        ("8.6 9.0", {"sm_86", "sm_90"}),
+        ("Hopper", {"sm_90", "compute_90"}),
+    ],
+)
+def test_architectures(listed: str, there: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    assert helpers.cuda_architectures() == there
+
+
+@pytest.mark.parametrize(
+    "listed", ["9.0;9.0a", "9.0a 9.0", "9.0+PTX;8.0;9.0a", "9.0 9.0a+PTX", "9.0a;Hopper", "Ampere Hopper 9.0a"]
+)
+def test_both_images_for_hopper_are_refused(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    with pytest.raises(SystemExit, match=rf"TORCH_CUDA_ARCH_LIST: expected 9\.0a without plain 9\.0 .* got '{re.escape(listed)}'"):
+        helpers.cuda_architectures()
+
+
+@pytest.mark.parametrize("listed", ["8.0,9.0a", "8.0;", "9.0b", "hopper"])
+def test_unknown_architectures(listed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)
+    with pytest.raises(SystemExit, match=rf"TORCH_CUDA_ARCH_LIST: expected architectures .* got '{re.escape(listed)}'"):
+        helpers.cuda_architectures()
+
+
+@needs_cuda_torch
+@pytest.mark.parametrize(
+    ("listed", "fails", "said"),
+    [
+        ("9.0;9.0a", True, "expected 9.0a without plain 9.0"),
+        ("8.0;9.0", False, "leaves the kernels for Hopper out"),
+        ("", False, ""),
+    ],
+)
+def test_setup_looks_at_the_architectures(listed: str, fails: bool, said: str, toolkit: dict[str, str]) -> None:
+    env = os.environ | toolkit | {"TORCH_CUDA_ARCH_LIST": listed}
+    done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode != 0) == fails
+    lines = [line for line in done.stderr.splitlines() if line.startswith("TORCH_CUDA_ARCH_LIST")]
+    assert len(lines) == bool(said) and all(said in line for line in lines), done.stderr
