@@ -1,4 +1,4 @@
-"""What setup.py makes of a machine, and what an sdist holds. Nothing is compiled."""
+"""What setup.py makes of a machine, what an sdist holds, and what scripts/make_dist lets pass. Nothing is compiled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -45,6 +46,7 @@ def load(path: Path) -> ModuleType:
 
 
 helpers = load(ROOT / "setup_helpers.py")
+make_dist = load(ROOT / "scripts" / "make_dist")
 
 
 @pytest.fixture(scope="module")
@@ -164,3 +166,56 @@ def test_setup_looks_at_the_architectures(listed: str, fails: bool, said: str, t
     assert (done.returncode != 0) == fails
     lines = [line for line in done.stderr.splitlines() if line.startswith("TORCH_CUDA_ARCH_LIST")]
     assert len(lines) == bool(said) and all(said in line for line in lines), done.stderr
+
+
+GOOD_TAG = "cp310-abi3-manylinux_2_34_x86_64"
+FILES = {"attention_ext/__init__.py": "", "attention_ext/_C.abi3.so": "code"}
+
+
+def wheel(folder: Path, tag: str, files: dict[str, str] = FILES, inside: str | None = None) -> Path:
+    folder.mkdir()
+    path = folder / f"attention_ext-0.1.0+cpu-{tag}.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in files.items():
+            archive.writestr(name, text)
+        archive.writestr("attention_ext-0.1.0+cpu.dist-info/WHEEL", f"Wheel-Version: 1.0\nTag: {inside or tag}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("repaired", "shown", "found"),
+    [
+        ({"tag": GOOD_TAG}, "manylinux_2_34_x86_64", []),
+        (
+            {"tag": "cp310-abi3-manylinux2014_x86_64.manylinux_2_17_x86_64", "inside": "cp310-abi3-manylinux2014_x86_64"},
+            "manylinux_2_17_x86_64",
+            [],
+        ),
+        ({"tag": "cp310-abi3-linux_x86_64"}, "linux_x86_64", ["expected tags .* got cp310-abi3-linux_x86_64"]),
+        ({"tag": GOOD_TAG, "inside": "cp310-abi3-linux_x86_64"}, "manylinux_2_34_x86_64", ["got cp310-abi3-linux_x86_64"]),
+        ({"tag": GOOD_TAG.replace("abi3", "cp310")}, "manylinux_2_34_x86_64", ["expected tags cp310-abi3", "symbols allow"]),
+        ({"tag": GOOD_TAG}, "manylinux_2_35_x86_64", ["symbols allow cp310-abi3-manylinux_2_35_x86_64"]),
+        (
+            {"tag": GOOD_TAG, "files": FILES | {"attention_ext.libs/libcudart-1.so.13": "", "attention_ext/_C.abi3.so": "patched"}},
+            "manylinux_2_34_x86_64",
+            ["lost attention_ext.libs/libcudart-1.so.13", "changed, added or lost attention_ext/_C.abi3.so"],
+        ),
+        ({"tag": GOOD_TAG, "files": {"attention_ext/__init__.py": ""}}, "manylinux_2_34_x86_64", ["lost attention_ext/_C.abi3.so"]),
+    ],
+)
+def test_wheels_that_make_dist_lets_pass(repaired: dict, shown: str, found: list[str], tmp_path: Path) -> None:
+    built = wheel(tmp_path / "built", "cp310-abi3-linux_x86_64")
+    findings = make_dist.check_wheel(built, wheel(tmp_path / "repaired", **repaired), {"sym_tag": shown})
+    assert len(findings) >= len(found) and bool(findings) == bool(found), findings
+    for pattern in found:
+        assert any(re.search(pattern, finding) for finding in findings), findings
+
+
+def test_make_dist_wants_an_empty_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "attention_ext-0.0.9.tar.gz").touch()
+    monkeypatch.setattr(sys, "argv", ["make_dist", str(tmp_path)])
+    with pytest.raises(SystemExit) as stop:
+        make_dist.main()
+    assert stop.value.code == 2 and "argument folder: expected a new or an empty folder" in capsys.readouterr().err
