@@ -4,8 +4,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 
-import torch
-
+from ._quiet_torch import torch  # the package's first import of torch
 from ._version import __version__
 
 __all__ = ["BUILD", "CUDA_PROBLEM", "Build", "check_cuda_library"]
