@@ -6,38 +6,18 @@ Environment: ATTENTION_EXT_CUDA=0 leaves _cuda out, =1 insists on it; TORCH_CUDA
 import os
 import re
 import shutil
-import subprocess
-import tempfile
+import sys
 from pathlib import Path
 
 from setuptools import setup
 from setuptools.command.build import build
+from setuptools.command.sdist import sdist
 
 ROOT = Path(__file__).parent
-os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX;9.0a")
+sys.path.append(str(ROOT))  # pip runs this file without its folder on the path
+from setup_helpers import csrc_tree, cuda_architectures, find_cuda_home, output  # noqa: E402
 
-
-def output(*command, stream="stdout"):
-    """What a command printed; empty where it is missing or fails."""
-    try:
-        return getattr(subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT), stream).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def find_cuda_home():
-    """The toolkit's folder: CUDA_HOME, or what nvcc itself reports (nvcc on PATH may be a wrapper outside the toolkit)."""
-    with tempfile.NamedTemporaryFile(suffix=".cu") as empty:
-        here = re.search(r"_HERE_=(.+)", output("nvcc", "--dryrun", "-c", empty.name, stream="stderr"))
-    return os.environ.get("CUDA_HOME") or (str(Path(here.group(1).strip()).parent) if here else "")
-
-
-def csrc_tree():
-    """git's tree id of csrc/, marked where the working tree differs from it: what a benchmark record refers to."""
-    dirty = "-dirty" if output("git", "status", "--porcelain", "--", "csrc") else ""
-    return (output("git", "rev-parse", "HEAD:csrc") or "unknown") + dirty
-
-
+ARCHS = os.environ["TORCH_CUDA_ARCH_LIST"] = os.environ.get("TORCH_CUDA_ARCH_LIST") or "8.0+PTX;9.0a"
 CUDA_HOME = find_cuda_home()
 if CUDA_HOME:
     os.environ["CUDA_HOME"] = CUDA_HOME  # before torch guesses it
@@ -57,14 +37,17 @@ if TOOLKIT_MAJOR and TOOLKIT_MAJOR != TORCH_MAJOR:
     )
 
 VERSION = re.search(r'"(.+)"', (ROOT / "attention_ext" / "_version.py").read_text()).group(1)
-VERSION += f"+cu{TOOLKIT_MAJOR}" if TOOLKIT_MAJOR else "+cpu"  # pip prints the version, so it says what was built
-ARCHS = os.environ["TORCH_CUDA_ARCH_LIST"]
+BUILT = VERSION + (f"+cu{TOOLKIT_MAJOR}" if TOOLKIT_MAJOR else "+cpu")  # pip prints the version, so it says what was built
+FROM_SDIST = (ROOT / "PKG-INFO").exists()  # then pip insists on the sdist's own version
+CODES = cuda_architectures() if TOOLKIT_MAJOR else set()
+if "sm_90" in CODES:
+    print(f"TORCH_CUDA_ARCH_LIST='{ARCHS}' leaves the kernels for Hopper out: they need 9.0a in place of 9.0.", file=sys.stderr)
 MACROS = {
     "TORCH_TARGET_VERSION": "0x020a000000000000",  # PyTorch 2.10, the oldest release the libraries load beside
-    "ATTENTION_EXT_VERSION": f'"{VERSION}"',
+    "ATTENTION_EXT_VERSION": f'"{BUILT}"',
     "ATTENTION_EXT_CUDA_MAJOR": TOOLKIT_MAJOR or 0,
     "ATTENTION_EXT_BUILT_FOR": f'"{ARCHS if TOOLKIT_MAJOR else ""}"',
-    "ATTENTION_EXT_HAS_SM90A": int("9.0a" in ARCHS),
+    "ATTENTION_EXT_HAS_SM90A": int("sm_90a" in CODES),
 }
 STRICT = os.environ.get("ATTENTION_EXT_WERROR") == "1"
 HOST = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *["-Werror"] * STRICT]
@@ -87,14 +70,22 @@ class CleanBuild(build):
         super().run()
 
 
-stamp = {"ATTENTION_EXT_CSRC": f'"{csrc_tree()}"'}
+class Sdist(sdist):
+    """Leaves the label out of the version: an sdist is the same whatever machine made it, and an index takes no label."""
+
+    def run(self):
+        self.distribution.metadata.version = VERSION
+        super().run()
+
+
+stamp = {"ATTENTION_EXT_CSRC": f'"{csrc_tree(ROOT)}"'}
 extensions = [extension(CppExtension, "_C", ["csrc/binding/schema.cpp", "csrc/plan.cpp"], MACROS | stamp, cxx=HOST)]
 if TOOLKIT_MAJOR:
     patterns = ["csrc/binding/cuda*.cpp", "csrc/plan.cpp", "csrc/[!b]*/*.cpp", "csrc/*/*.cu"]
     extensions += [extension(CUDAExtension, "_cuda", patterns, MACROS, cxx=[*HOST, "-DUSE_CUDA"], nvcc=DEVICE)]
 setup(
-    version=VERSION,
+    version=VERSION if FROM_SDIST else BUILT,
     ext_modules=extensions,
-    cmdclass={"build": CleanBuild, "build_ext": BuildExtension},
+    cmdclass={"build": CleanBuild, "build_ext": BuildExtension, "sdist": Sdist},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

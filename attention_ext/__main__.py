@@ -55,13 +55,26 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
+def _built_for() -> str:
+    if BUILD.cuda_major == 0:
+        return "CPU only"
+    missing = "" if BUILD.has_hopper_kernels else " without the kernels for Hopper (9.0a in TORCH_CUDA_ARCH_LIST builds them)"
+    return BUILD.built_for + missing
+
+
+def _lacks_kernels_for(device: torch.device) -> bool:
+    """A Hopper card, and a build for it (9.0) that is without the kernels for it (9.0a)."""
+    lacking = device.type == "cuda" and BUILD.cuda_major > 0 and not BUILD.has_hopper_kernels
+    return lacking and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def _info() -> None:
     card = "none found"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         card = f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
     print(f"attention_ext  {BUILD.version}, csrc {BUILD.csrc}")
-    print(f"built for      {BUILD.built_for or 'CPU only'}")
+    print(f"built for      {_built_for()}")
     print(f"python, torch  {platform.python_version()}, {torch.__version__} (CUDA {torch.version.cuda or 'none'})")
     print(f"CUDA device    {card}")
     print("libraries      _C (schemas, planning): loaded")
@@ -160,6 +173,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.command == "info":
         _info()
         return 0
+    if _lacks_kernels_for(args.device):
+        print(f"{args.device} is a Hopper card, and attention_ext {BUILD.version} was built for {_built_for()}.\n")
     if args.problem in ("attention", "both"):
         _run_attention(args)
     if args.problem == "both":

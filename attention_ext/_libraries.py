@@ -4,8 +4,7 @@ import importlib
 import importlib.util
 from dataclasses import dataclass
 
-import torch
-
+from ._quiet_torch import torch  # the package's first import of torch
 from ._version import __version__
 
 __all__ = ["BUILD", "CUDA_PROBLEM", "Build", "check_cuda_library"]
@@ -16,9 +15,13 @@ class Build:
     """What setup.py stamped into the library _C."""
 
     version: str  # with the local label: 0.1.0+cu13, 0.1.0+cpu
-    csrc: str  # git's tree id of csrc/, "-dirty" appended where the working tree differed, "unknown" outside git
+    csrc: str  # git's tree id of csrc/, "-dirty" appended where the last commit had another
     cuda_major: int  # of the toolkit that built _cuda, 0 without it
-    built_for: str  # TORCH_CUDA_ARCH_LIST of the build
+    built_for: str  # TORCH_CUDA_ARCH_LIST of the build, empty without _cuda
+
+    @property
+    def has_hopper_kernels(self) -> bool:
+        return "9.0a" in self.built_for
 
 
 def _load_schemas() -> Build:

@@ -204,7 +204,7 @@ def backward(
         delta = (weights * d_weights).sum(-1, keepdim=True)  # a row of softmax' * d_weights; not from out, which was rounded
         if grad_lse is not None:
             delta = delta - grad_lse[..., part, None]
-        d_scores = weights * (d_weights - delta)
+        d_scores = (weights * (d_weights - delta)).masked_fill(weights == 0.0, 0.0)  # whatever the gradients of a dead row are
         d_query[..., part, :] = blocks.product(d_scores, blocks.key) * blocks.scale
         d_key += blocks.product_over_rows(d_scores, blocks.query[..., part, :], key) * blocks.scale
         d_value += blocks.product_over_rows(weights if kept is None else weights * kept, g, value)

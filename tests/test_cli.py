@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 
+import attention_ext.__main__ as cli
 from attention_ext.__main__ import main
+from attention_ext._libraries import Build
 
 SMALL = ["--batch", "1", "--heads", "2", "--length", "32", "--head-dim", "64", "--rows", "8", "--features", "16", "--repeat", "2"]
 
@@ -24,6 +26,36 @@ def test_info() -> None:
     for part in (torch.__version__, platform.python_version(), "attention_ext", "csrc", "CUDA device", "_C", "_cuda"):
         assert part in done.stdout, part
     assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("major", "built_for", "card", "lacks", "told"),
+    [
+        (0, "", (9, 0), False, "CPU only"),
+        (13, "8.0+PTX;9.0a", (9, 0), False, "8.0+PTX;9.0a"),
+        (13, "8.0;9.0", (9, 0), True, "8.0;9.0 without the kernels for Hopper (9.0a in TORCH_CUDA_ARCH_LIST builds them)"),
+        (13, "8.0;9.0", (8, 0), False, "8.0;9.0 without the kernels for Hopper (9.0a in TORCH_CUDA_ARCH_LIST builds them)"),
+    ],
+)
+def test_builds_without_the_kernels_for_hopper(
+    major: int,
+    built_for: str,
+    card: tuple[int, int],
+    lacks: bool,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`info` says so for every card, a run for a Hopper card."""
+    monkeypatch.setattr(cli, "BUILD", Build("0.1.0", "unknown", major, built_for))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: card)
+    for name in ("_run_attention", "_run_linear"):
+        monkeypatch.setattr(cli, name, lambda args: None)
+    assert main(["info"]) == 0 and f"built for      {told}\n" in capsys.readouterr().out
+    for device in ("cuda", "cpu"):
+        assert main(["--device", device]) == 0
+        sentence = f"{device} is a Hopper card, and attention_ext 0.1.0 was built for {told}."
+        assert (sentence in capsys.readouterr().out) == (lacks and device == "cuda")
 
 
 @pytest.mark.parametrize("more", [[], ["--length", "7", "--head-dim", "5"]], ids=str)

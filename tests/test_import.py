@@ -95,11 +95,8 @@ print("ok")
 
 
 def test_import_prints_nothing(tmp_path: Path) -> None:
-    def printed(code: str) -> tuple[int, str, str]:
-        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-        return done.returncode, done.stdout, done.stderr
-
-    assert printed("import attention_ext") == printed("import torch")  # which warns by itself where NumPy is missing
+    done = subprocess.run([sys.executable, "-c", "import attention_ext"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "tests", Path("/")], ids=["root", "tests", "elsewhere"])

@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 CSRC = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"})
-PYTHON = [*sorted((ROOT / "attention_ext").rglob("*.py")), ROOT / "setup.py"]
+PYTHON = [*sorted((ROOT / "attention_ext").rglob("*.py")), ROOT / "setup.py", ROOT / "setup_helpers.py"]
 
 
 def test_sources_are_there() -> None:
@@ -41,7 +41,7 @@ def test_line_budget_of_python(path: Path) -> None:
 
 def test_package_needs_nothing_but_torch() -> None:
     stdlib = {"argparse", "collections", "contextlib", "dataclasses", "functools", "importlib", "logging", "math", "pkgutil"}
-    stdlib |= {"platform", "statistics", "sys", "time", "types", "typing"}
+    stdlib |= {"platform", "statistics", "sys", "time", "types", "typing", "warnings"}
     for path in (ROOT / "attention_ext").rglob("*.py"):
         imported = re.findall(r"^(?:from|import) +([a-zA-Z_]+)", path.read_text(), re.MULTILINE)
         assert set(imported) <= stdlib | {"torch", "attention_ext"}, path
