@@ -17,7 +17,9 @@ __all__ = ["plain_mask", "plain_result"]
 
 def plain_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) with a mask that is an array of numbers, or none."""
-    if not isinstance(mask, Tensor) or not has_meaning_of_its_own(mask) or min(query.dim(), key.dim()) < 2:  # which check_attention refuses
+    if (
+        not isinstance(mask, Tensor) or not has_meaning_of_its_own(mask) or min(query.dim(), key.dim()) < 2
+    ):  # which check_attention refuses
         return mask, is_causal
     from torch.nn.attention.bias import CausalBias, CausalVariant  # loaded where such a mask is; imports torch._dynamo
 
