@@ -17,14 +17,13 @@ __all__ = ["plain_mask", "plain_result"]
 
 def plain_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tensor | None, bool]:
     """(attn_mask, is_causal) with a mask that is an array of numbers, or none."""
-    if (
-        not isinstance(mask, Tensor) or not has_meaning_of_its_own(mask) or min(query.dim(), key.dim()) < 2
-    ):  # which check_attention refuses
+    compiling = torch.compiler.is_compiling()  # Dynamo follows isinstance, and not how a class treats functions
+    if not compiling and (not isinstance(mask, Tensor) or not has_meaning_of_its_own(mask)):
         return mask, is_causal
-    from torch.nn.attention.bias import CausalBias, CausalVariant  # loaded where such a mask is; imports torch._dynamo
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # where such a mask is, this is loaded; it imports torch._dynamo
 
-    if not isinstance(mask, CausalBias):
-        refuse("attn_mask", "a plain tensor or a CausalBias of torch.nn.attention.bias", f"a {type(mask).__name__}")
+    if not isinstance(mask, CausalBias) or min(query.dim(), key.dim()) < 2:  # check_attention refuses them
+        return mask, is_causal
     if is_causal:
         refuse("attn_mask", "None together with is_causal=True", f"a {type(mask).__name__}")
     variant = getattr(mask, "variant", None)

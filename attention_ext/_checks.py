@@ -65,7 +65,7 @@ def check_dense(name: str, tensor: Tensor | None) -> Tensor:
     """Refuses None and what is no array of strides."""
     if tensor is None:
         refuse(name, "a tensor", None)
-    if has_meaning_of_its_own(tensor) and type(tensor).__module__ == "torch.nn.attention.bias":
+    if type(tensor).__module__ == "torch.nn.attention.bias":
         refuse(name, "a tensor of numbers", f"a {type(tensor).__name__} of torch.nn.attention.bias")
     if tensor.is_nested or tensor.layout is not torch.strided:
         refuse(name, "a dense (strided) tensor", "a nested tensor" if tensor.is_nested else f"layout {tensor.layout}")

@@ -44,7 +44,8 @@ def forward_mode(*tensors: Tensor | None) -> bool:
     transforms = torch._C._functorch.get_interpreter_stack()
     if transforms and any(transform.key() == _JVP for transform in transforms):
         return True
-    return torch.compiler.is_compiling() and _any_dual(*tensors)
+    below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)  # of autograd, which takes them off
+    return torch.compiler.is_compiling() and not below and not torch.compiler.is_exporting() and _any_dual(*tensors)
 
 
 def _any_dual(*tensors: Tensor | None) -> bool:

@@ -57,6 +57,13 @@ def test_dual_level_in_the_graph(device: str, name: str) -> None:
         with forward_ad.dual_level():
             return forward_ad.unpack_dual(function(forward_ad.make_dual(t, direction))).tangent
 
+    def of_pytorch(t: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(torch.softmax(forward_ad.make_dual(t, t), -1)).tangent
+
+    torch._dynamo.reset()
+    if torch.compile(of_pytorch, backend="aot_eager")(q) is None:
+        pytest.skip("this release of PyTorch loses the tangents of a level that a graph opens")
     want = derivative(q, tangent)
     assert want is not None
     torch._dynamo.reset()

@@ -46,9 +46,7 @@ def launched(call: Callable[[], object]) -> set[str]:
         for kernel, part in {"pipeline": "qk_scores_kernel", "sm90_pipeline": "product_scores_kernel"}.items()
         if part in names
     }
-    for width in map(
-        int, re.findall(r"fused_forward_kernel<\w*::?FusedTile<\w+, \(?i?n?t?\)?(\d+)", names.replace("attention_ext::", ""))
-    ):
+    for width in map(int, re.findall(r"fused_forward_kernel<[^>]*FusedTile<[^>]*?(\d+)>", names)):
         found.add("sm90_512" if width in CLASS_512 else "sm90_1024")
     return found
 

@@ -15,12 +15,17 @@ OPS = torch.ops.attention_ext
 LIMIT = 192 << 20  # bytes that this process may hold while a test runs
 
 
+def leave(size: int) -> None:
+    """This process may get so many bytes more."""
+    total = torch.cuda.get_device_properties("cuda").total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+
+
 @pytest.fixture(autouse=True)
 def little_memory():
     gc.collect()
     torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties("cuda").total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + LIMIT) / total)
+    leave(LIMIT)
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.cuda.empty_cache()
@@ -28,11 +33,11 @@ def little_memory():
 
 def calls() -> dict:
     """name: a call whose result or workspace is larger than LIMIT, though its operands are small."""
-    q, k, v = qkv((1,), (64,), L=1024, S=64, E=64, dtype=torch.float16, device="cuda")
+    q, k, _ = qkv((1,), (64,), L=1024, S=64, E=64, dtype=torch.float16, device="cuda")
     wide = normal(1, 1, 64, 1, dtype=torch.float16, device="cuda").expand(1, 64, 64, 4096)  # 512 MiB of out
     x, weight = normal(16384, 16, device="cuda"), normal(8192, 16, device="cuda")  # 512 MiB of out
     long = normal(1, 16, 4096, 64, device="cuda")
-    out, lse = sdpa_forward(q, k, v, None, None, 0.0, False)
+    out, lse = torch.zeros_like(long), long.new_zeros(1, 16, 4096)
     # A result of 16 MiB and a workspace of 256 MiB: the second allocation of a call.
     workspace = 256 << 20
     scores = normal(1, 1, 8192, 1, device="cuda").expand(1, 4, 8192, 4096)  # 512 MiB of weights
@@ -42,7 +47,7 @@ def calls() -> dict:
         "sdpa_forward": lambda: sdpa_forward(q, k, wide, None, None, 0.0, False),
         "sdpa_forward, workspace": lambda: sdpa_forward(long, long, long, None, None, 0.0, False, workspace_bytes=workspace),
         "sdpa_backward": lambda: sdpa_backward(
-            out, None, q, k, v, None, out, lse, None, 0.0, False, workspace_bytes=1 << 30, mask_grad=False
+            out, None, long, long, long, None, out, lse, None, 0.0, False, workspace_bytes=workspace
         ),
         "qk_scores": lambda: OPS.qk_scores(long, long),
         "row_softmax": lambda: OPS.row_softmax(scores),
@@ -73,10 +78,12 @@ def test_with_a_gradient() -> None:
     x, weight = leaves(normal(16384, 16, device="cuda"), normal(8192, 16, device="cuda"))
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
         attention_ext.linear_float32(x, weight)
-    q, k = leaves(normal(1, 1, 1, 64, device="cuda"), normal(1, 1, 1, 64, device="cuda"))
-    out = sdpa(q.expand(1, 64, 8192, 64), k.expand(1, 64, 64, 64), k.expand(1, 64, 64, 64))  # 128 MiB of out, as much of dq
+    (q,) = leaves(normal(1, 16, 2048, 64, device="cuda"))
+    out = sdpa(q, q, q).sum()
+    torch.cuda.empty_cache()
+    leave(4 << 20)
     with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
-        out.sum().backward()
+        out.backward()
 
 
 def test_compiled() -> None:
@@ -95,4 +102,4 @@ def test_a_caller_that_takes_less_goes_on() -> None:
             break
         except torch.OutOfMemoryError:
             width //= 2
-    assert 256 <= width < 4096 and out.isfinite().all()
+    assert 256 <= width < 4096 and out[0, 0].isfinite().all()
