@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_modules import evidence, script
+from bench_modules import ROOT, evidence, script
 
 TREE, OTHER = "a" * 40, "b" * 40
 REPORT = """<testsuites><testsuite>
@@ -17,6 +17,9 @@ REPORT = """<testsuites><testsuite>
   <property name="baseline" value="default"/><property name="baseline" value="math"/><property name="other" value="math"/>
 </properties></testcase>
 <testcase classname="tests.test_a" name="test_skips"><skipped message="why"/></testcase>
+<testcase classname="tests.test_a" name="test_default"><properties>
+  <property name="baseline" value="default"/>
+</properties></testcase>
 <testcase classname="tests.test_a" name="test_fails"><properties><property name="baseline" value="three calls"/></properties>
   <failure message="wrong"/></testcase>
 <testcase classname="tests.test_a" name="test_fails_twice"><failure message="wrong"/><error message="teardown"/></testcase>
@@ -29,11 +32,11 @@ REPORT = """<testsuites><testsuite>
 
 def test_outcome_of_reports() -> None:
     found = evidence.outcome(list(ET.fromstring(REPORT).iter("testcase")))
-    assert [found[kind] for kind in ("tests", "failures", "errors", "skipped")] == [8, 2, 2, 4]
+    assert [found[kind] for kind in ("tests", "failures", "errors", "skipped")] == [9, 2, 2, 4]
     assert found["failed"] == ["tests.test_a::test_fails", "tests.test_a::test_fails_twice", "::tests.test_e"]
     assert found["skip_reasons"] == {"needs two CUDA devices": 2, "why": 1, "collection skipped": 1}
     assert found["modules_skipped"] == ["tests.test_d", "tests.test_two_devices"]
-    assert found["baselines"] == {"default": 1, "math": 1, "three calls": 1}
+    assert found["baselines"] == {"default": 2, "math": 1, "three calls": 1}
     assert found["other_baselines"] == ["tests.test_a::test_passes[x]", "tests.test_a::test_fails"]
     many = [ET.fromstring(f'<testcase classname="m" name="{i}"><failure/></testcase>') for i in range(60)]
     assert len(evidence.outcome(many)["failed"]) == 50
@@ -53,7 +56,7 @@ def test_a_process_that_does_not_finish_is_an_error(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module.subprocess, "run", run)
     found = evidence.outcome(module.run_tests([["some"], ["crash"], ["none"], ["slow"]], {}))
-    assert found["tests"] == 8 + 3 and found["errors"] == 2 + 3
+    assert found["tests"] == 9 + 3 and found["errors"] == 2 + 3
     ends = {"crash": -11, "none": 5, "slow": None}
     assert found["failed"][-3:] == [f"pytest ended with {code}::{share}" for share, code in ends.items()]
 
@@ -117,7 +120,8 @@ def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, tree: s
     monkeypatch.setattr(module, "RESULTS", folder / "results")
     monkeypatch.setattr(module, "install", lambda wheel: ({}, about(tree, cards)))
     monkeypatch.setattr(module, "run_tests", lambda shares, env: cases[-len(shares) :])
-    done = subprocess.CompletedProcess([], 0, stdout='{"error_rule": []}')
+    bench = json.dumps({name: complete()[name] for name in ("error_rule", "linear")})
+    done = subprocess.CompletedProcess([], 0, stdout=bench)
     monkeypatch.setattr(module.subprocess, "run", lambda *args, **options: done)
     rest = ("--cases", "--shapes", "--examples", "0", "--skip-sanitizer")
     monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(folder), *(arguments or rest)])
@@ -148,6 +152,21 @@ def test_two_cards_in_a_new_record_and_in_a_full_run(monkeypatch: pytest.MonkeyP
     code, record = call(monkeypatch, tmp_path, tree=OTHER, cards=2)
     assert code == 0 and record["cards"] == 2 and record["gpu_tests"]["tests"] == 2
     assert record["two_cards"]["csrc_tree"] == OTHER and record["two_cards"]["tests"] == 1
+
+
+def test_table_says_two_cards_and_names_the_sanitizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tables = script("make_tables.py")
+    record = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text()) | {"csrc_tree": TREE}
+    record["sanitizer"] = {"memcheck": {"clean": True}, "initcheck": {"clean": False}}
+    for two_cards, text in ((None, "not run on this csrc"), (OTHER, "not run on this csrc"), (TREE, "7 run, 1 failed")):
+        record["two_cards"] = two_cards and counts(csrc_tree=two_cards, failures=1)
+        sentence = f"those that need two cards: {text}. compute-sanitizer: memcheck clean, initcheck NOT clean."
+        assert sentence in "\n".join(tables.gpu_table(record))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "other.json").write_text(json.dumps({"two_cards": record["two_cards"]}))
+    page = "<!-- table gpu: python scripts/make_tables.py -->\n<!-- end of table -->"
+    assert tables.PLACE.sub(tables.filled, page) == page, "a record of two cards alone has no table"
 
 
 INITCHECK = """========= COMPUTE-SANITIZER
