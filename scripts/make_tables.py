@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from evidence import of_the_same_csrc
+
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = re.compile(r"(<!-- table (\w+): python scripts/make_tables.py -->\n).*?(<!-- end of table -->)", re.DOTALL)
 WIDTH = 132
@@ -57,26 +59,28 @@ def gpu_table(record: dict[str, Any]) -> list[str]:
         ours, theirs, naive = rows["attention_ext"], rows["torch"], rows.get("naive")
         shape = ", ".join(str(case[size]) for size in ("B", "Hq", "Hk", "L", "S", "E"))
         three = format(naive["ms"], ".2f") if naive else ""
-        dtype = (
-            case["dtype"].removeprefix("torch.")
-            + (", causal" if case["causal"] else "")
-            + (", cold L2" if case.get("cold_l2") else "")
-        )
+        dtype = case["dtype"].removeprefix("torch.") + (", causal" if case["causal"] else "")
+        dtype += ", cold L2" if case.get("cold_l2") else ""
         lines.append(
             f"| {name} | {shape}, {dtype} | {case['kernel']} | {ours['ms']:.2f} | {ours['tflops']:.0f} | {theirs['ms']:.2f} | "
             f"{case['ratio_to_torch']:.2f} | {three} | "
             f"{ours['extra_bytes'] / 2**20:.0f}, {theirs['extra_bytes'] / 2**20:.0f} |"
         )
     within = sum(row["within_rule"] for row in record["error_rule"])
+    two_cards = of_the_same_csrc(record.get("two_cards"), record)
     lines += [
         "",
         "Errors against float64 at most twice PyTorch's own plus one unit in the last place, forward and backward, "
-        f"E from 64 to 1024: {within} of {len(record['error_rule'])}. GPU tests: {tests['tests'] - tests['skipped']} run, "
-        f"{tests['failures'] + tests['errors']} failed. compute-sanitizer: "
+        f"E from 64 to 1024: {within} of {len(record['error_rule'])}. GPU tests: {counts(tests)}; those that need two cards: "
+        f"{counts(two_cards) if two_cards else 'not run on this csrc'}. compute-sanitizer: "
         + ", ".join(f"{tool} {'clean' if result['clean'] else 'NOT clean'}" for tool, result in tools.items())
         + ".",
     ]
     return lines + paragraphs(record)
+
+
+def counts(tests: dict[str, Any]) -> str:
+    return f"{tests['tests'] - tests['skipped']} run, {tests['failures'] + tests['errors']} failed"
 
 
 def paragraphs(record: dict[str, Any]) -> list[str]:
@@ -282,6 +286,8 @@ def filled(place: re.Match[str]) -> str:
     for path in sorted((ROOT / "bench" / "results").glob("*.json")):
         if (path.stem == "cpu") == (place[2] == "cpu"):
             record = json.loads(path.read_text())
+            if record.keys() == {"two_cards"}:
+                continue
             command = "bench/record_cpu.py" if path.stem == "cpu" else "scripts/gpu_check WHEEL"
             table = TABLES[place[2]](record)
             lines += [title(record), "", *table, "", f"From `bench/results/{path.name}`, by `{command}`.", ""]

@@ -9,10 +9,11 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "bench"))
+sys.path += [str(ROOT / "bench"), str(ROOT / "scripts")]
 
 import cases  # noqa: E402
 import common  # noqa: E402
+import evidence  # noqa: E402
 import linear_cases  # noqa: E402
 import peers  # noqa: E402
 import record  # noqa: E402
@@ -20,8 +21,8 @@ import record_shapes  # noqa: E402
 from cases import CASES, MASKS, SETS, Case  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 
-__all__ = ["CASES", "MASKS", "ROOT", "SETS", "SHAPES", "Case", "cases", "common", "linear_cases", "peers", "record_shapes"]
-__all__ += ["record", "script"]
+__all__ = ["CASES", "MASKS", "ROOT", "SETS", "SHAPES", "Case", "cases", "common", "evidence", "linear_cases", "peers"]
+__all__ += ["record", "record_shapes", "script"]
 
 
 def script(name: str, folder: str = "scripts") -> ModuleType:

@@ -1,12 +1,28 @@
-"""Fixtures: the device, a seeded generator, and an allocator full of NaN."""
+"""Which tests run and in how many processes; fixtures: the device, a seeded generator, an allocator full of NaN, baselines."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
 import pytest
-import torch
+from pairs import every_pair
+
+CORES = len(os.sched_getaffinity(0))
+ONE_PROCESS = ("tests/test_large.py",)  # its tests take too much memory to run side by side
+MOST_WORKERS = 10  # of pytest-xdist: so many are known to fit into one GPU's 80 GB
+workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if workers > 1:  # a share of the cores for each and for what it starts; torch reads this when it is imported
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // workers)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+import torch  # noqa: E402
+from helpers import baselines_taken  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--whole", action="store_true", help="every combination of a test's parameters, not just every pair of values")
     parser.addoption("--share", default="0/1", help="i/n: of the selected tests numbers i, i + n, ... (processes side by side)")
 
 
@@ -14,12 +30,48 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
-@pytest.hookimpl(trylast=True)  # behind -m
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases: {'all' if runs_whole(config) else 'those for every pair of values of two parameters of a test (all: --whole)'}"
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    return min((yield), MOST_WORKERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    """Of -n without --dist: test by test to whichever process is free, a file of ONE_PROCESS to one."""
+    if config.getoption("dist") != "load":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if file in ONE_PROCESS else nodeid
+
+    return Scheduling(config, log)
+
+
+def runs_whole(config: pytest.Config) -> bool:
+    """With --whole; and of files and tests that are named, everything runs."""
+    return config.getoption("--whole") or not all(Path(argument).is_dir() for argument in config.args)
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    chosen = set(kept)
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = kept
+
+
+@pytest.hookimpl(trylast=True)  # behind -m and -k
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not runs_whole(config):
+        keep(config, items, every_pair(items))
     first, step = map(int, config.getoption("--share").split("/"))
     if step > 1:
-        config.hook.pytest_deselected(items=[item for number, item in enumerate(items) if number % step != first])
-        items[:] = items[first::step]
+        keep(config, items, items[first::step])
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -36,6 +88,15 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20260101)
+
+
+@pytest.fixture(autouse=True)
+def baselines(record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Which baseline each comparison of the test took, as properties of its report (--junitxml)."""
+    baselines_taken.clear()
+    yield
+    for name in baselines_taken:
+        record_property("baseline", name)
 
 
 def fill_with_nan() -> None:

@@ -18,6 +18,7 @@ sdpa_backward = torch.ops.attention_ext.sdpa_backward
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
 WRONG = 0.05  # a relative error that is no rounding in any dtype
+baselines_taken: list[str] = []  # by torch_own in the test that runs; conftest.py empties it and writes it into the report
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
@@ -93,13 +94,15 @@ def torch_own(inputs: list[Tensor | None], grad_out: Tensor | None, want: Tensor
     # The same goes for its fused CUDA kernels with masks whose rows are not on 16-byte boundaries: there it gets the same problem
     # with the mask expanded and the keys padded to a multiple of 16 by masked ones.
     masked_on_cuda = len(inputs) > 3 and inputs[3] is not None and inputs[0].is_cuda
-    for op in (padded if masked_on_cuda else F.scaled_dot_product_attention, math, formula):
+    default = padded if masked_on_cuda else F.scaled_dot_product_attention
+    for name, op in (("default", default), ("math", math), ("three calls", formula)):
         try:
             out, grads = run(op, leaves(*inputs), grad_out, is_causal=causal, scale=scale, enable_gqa=gqa)
         except (RuntimeError, IndexError):
             continue
         finite = all(bool(t.isfinite().all()) for t in (out, *grads))
         if out.shape == want.shape and finite and reference.errors(out, want)[1] < WRONG:
+            baselines_taken.append(name)
             return out, grads
     raise AssertionError("PyTorch has no usable result to compare with")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_modules import CASES, MASKS, ROOT, SETS, SHAPES, Case, cases, common, peers, record, record_shapes, script
+from bench_modules import CASES, MASKS, ROOT, SETS, SHAPES, Case, cases, common, evidence, peers, record, record_shapes, script
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_shape_that_goes_wrong(monkeypatch: pytest.MonkeyPatch, operators: dic
     kinds = ("torch_failed", "ours_failed", "not_finite", "outside_rule")
     assert {kind for kind in kinds if total[kind]} == bad
     assert total["compared"] == (0 if "torch_failed" in bad or "ours_failed" in bad else 1)
-    sound = script("gpu_check").shapes_sound({"shapes_summary": {"class512": total}})
+    sound = evidence.shapes_sound({"shapes_summary": {"class512": total}})
     assert sound == (bad == {"torch_failed"})
 
 
@@ -288,14 +288,14 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(record.peers, "measure", broken if lost == "peers" else lambda *_: {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
     monkeypatch.setattr("sys.argv", ["record.py", "--cases", "kb97", "lin84", "--peers"])
-    code, gpu_check = record.main(), script("gpu_check")
-    found = gpu_check.last_json(capsys.readouterr().out)
+    code = record.main()
+    found = script("gpu_check").last_json(capsys.readouterr().out)
     assert code == int(lost is not None) and list(found["forward"]) == ["kb97"] and found["ceilings"] == {"x": 1.0}
-    assert ("OutOfMemoryError" in found.get("failed", "")) == (lost is not None) and gpu_check.bench_sound(found) == (lost is None)
+    assert ("OutOfMemoryError" in found.get("failed", "")) == (lost is not None) and evidence.bench_sound(found) == (lost is None)
     assert ("stages_sm90_pipeline" in found) == (lost != "stages")
     assert len(found.get("linear", {})) == (3 if lost in (None, "peers") else 0)
-    assert not gpu_check.bench_sound({"bench_failed": True, "error_rule": []})
-    assert lost is not None or not gpu_check.bench_sound(found | {"error_rule": [{"within_rule": False}]})
+    assert not evidence.bench_sound({"bench_failed": True, "error_rule": []})
+    assert lost is not None or not evidence.bench_sound(found | {"error_rule": [{"within_rule": False}]})
 
 
 def test_last_json() -> None:

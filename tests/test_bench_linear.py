@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bench_modules import CASES, SETS, common, linear_cases, script
+from bench_modules import CASES, SETS, common, evidence, linear_cases, script
 
 
 def broken(*args: Any) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_a_linear_case_measured(monkeypatch: pytest.MonkeyPatch, part: str) -> N
         }
         assert all(0.0 < error < 1e-5 for errors in row["errors"].values() for error in errors.values())
     assert json.loads(json.dumps(case)) == case
-    table, sound = script("make_tables.py").linear_table, script("gpu_check").linear_sound
+    table, sound = script("make_tables.py").linear_table, evidence.linear_sound
     text = "\n".join(table({f"tiny {part}": case}))
     assert f"| tiny {part} | 24, 40, 36 |" in text and "outside" not in text and "nan" not in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {13}
@@ -72,18 +72,18 @@ def test_a_linear_case_that_goes_wrong(monkeypatch: pytest.MonkeyPatch, part: st
     """The controls: plain TF32, zeros, NaN and an error are all not sound, and the table says so."""
     with torch.no_grad():
         case = linear_row(monkeypatch, part, wrong)
-    assert not case["within_rule"] and not script("gpu_check").linear_sound({"linear": {"tiny": case}}, ["tiny"])
+    assert not case["within_rule"] and not evidence.linear_sound({"linear": {"tiny": case}}, ["tiny"])
     text = "\n".join(script("make_tables.py").linear_table({"tiny": case}))
     assert ("not measured: attention_ext: CUDA out of memory |" if wrong is broken else "(outside the rule)") in text
     assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {13}
 
 
 def test_a_record_without_all_parts_is_not_sound() -> None:
-    gpu_check, right = script("gpu_check"), {"within_rule": True}
+    right = {"within_rule": True}
     names = [f"{case.name} {part}" for case in linear_cases.LINEAR_CASES for part in linear_cases.PARTS]
-    assert list(gpu_check.LINEAR) == names
+    assert list(evidence.LINEAR) == names
     whole = {"error_rule": [], "linear": dict.fromkeys(names, right)}
-    for sound in (gpu_check.linear_sound, gpu_check.bench_sound):
+    for sound in (evidence.linear_sound, evidence.bench_sound):
         assert sound(whole)
         for linear in ({}, *({n: right for n in names if n != missing} for missing in names)):
             assert not sound(whole | {"linear": linear})

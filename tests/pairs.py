@@ -1,0 +1,52 @@
+"""The default set of tests: of each test, cases that show every pair of values of two of its parameters."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import combinations
+
+import pytest
+
+
+def _key(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:  # a list or a dict is one object in all the cases it is in
+        return id(value)
+    return type(value), value
+
+
+def cover(cases: Sequence[Mapping[str, object]]) -> list[int]:
+    """Which of the cases, each {parameter: value}, show every pair of values of two parameters that any of them shows.
+
+    Again and again the case with the most new pairs, of these the one with the rarest, of these the first. Of one parameter every
+    value is kept.
+    """
+    numbers: dict[Hashable, int] = {}
+    pairs = []
+    for case in cases:
+        values = [(name, _key(value)) for name, value in case.items()]
+        pairs.append({numbers.setdefault(pair, len(numbers)) for pair in combinations(values, min(2, len(values)))})
+    missing, seen = set(numbers.values()), Counter[int]()
+    kept: list[int] = []
+    rest = list(range(len(cases)))
+    while missing:
+        best = max(rest, key=lambda i: (len(pairs[i] & missing), -sum(seen[pair] for pair in pairs[i])))
+        rest.remove(best)
+        kept.append(best)
+        missing -= pairs[best]
+        seen.update(pairs[best])
+    return sorted(kept)
+
+
+def every_pair(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The default set, in the order of `items`. Cases of a GPU count apart: without one they show nothing."""
+    tests: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
+    for number, item in enumerate(items):
+        tests[item.nodeid.partition("[")[0], "gpu" in item.keywords].append(number)
+    kept: list[int] = []
+    for cases in tests.values():
+        params = [items[number].callspec.params if hasattr(items[number], "callspec") else {} for number in cases]
+        kept += [cases[i] for i in cover(params)]
+    return [items[number] for number in sorted(kept)]

@@ -1,0 +1,202 @@
+"""scripts/gpu_check and scripts/evidence.py without a GPU: reports read, what makes a record sound, two cards, initcheck."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_modules import ROOT, evidence, script
+
+TREE, OTHER = "a" * 40, "b" * 40
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_passes[x]"><properties>
+  <property name="baseline" value="default"/><property name="baseline" value="math"/><property name="other" value="math"/>
+</properties></testcase>
+<testcase classname="tests.test_a" name="test_skips"><skipped message="why"/></testcase>
+<testcase classname="tests.test_a" name="test_default"><properties>
+  <property name="baseline" value="default"/>
+</properties></testcase>
+<testcase classname="tests.test_a" name="test_fails"><properties><property name="baseline" value="three calls"/></properties>
+  <failure message="wrong"/></testcase>
+<testcase classname="tests.test_a" name="test_fails_twice"><failure message="wrong"/><error message="teardown"/></testcase>
+<testcase classname="tests.test_two_devices" name="test_b"><skipped message="needs two CUDA devices"/></testcase>
+<testcase classname="tests.test_two_devices" name="test_c"><skipped message="needs two CUDA devices"/></testcase>
+<testcase classname="" name="tests.test_d"><skipped message="collection skipped"/></testcase>
+<testcase classname="" name="tests.test_e"><error message="collection failure"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_outcome_of_reports() -> None:
+    found = evidence.outcome(list(ET.fromstring(REPORT).iter("testcase")))
+    assert [found[kind] for kind in ("tests", "failures", "errors", "skipped")] == [9, 2, 2, 4]
+    assert found["failed"] == ["tests.test_a::test_fails", "tests.test_a::test_fails_twice", "::tests.test_e"]
+    assert found["skip_reasons"] == {"needs two CUDA devices": 2, "why": 1, "collection skipped": 1}
+    assert found["modules_skipped"] == ["tests.test_d", "tests.test_two_devices"]
+    assert found["baselines"] == {"default": 2, "math": 1, "three calls": 1}
+    assert found["other_baselines"] == ["tests.test_a::test_passes[x]", "tests.test_a::test_fails"]
+    many = [ET.fromstring(f'<testcase classname="m" name="{i}"><failure/></testcase>') for i in range(60)]
+    assert len(evidence.outcome(many)["failed"]) == 50
+
+
+def test_a_process_that_does_not_finish_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = script("gpu_check")
+
+    def run(command: list[str], *, cwd: Path, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+        assert cwd.name == "tests" and "--whole" in command
+        if command[-1] == "slow":
+            raise subprocess.TimeoutExpired(command, timeout)
+        report = next(part for part in command if part.startswith("--junitxml=")).partition("=")[2]
+        if command[-1] != "crash":
+            Path(report).write_text(REPORT if command[-1] == "some" else "<testsuites><testsuite/></testsuites>")
+        return subprocess.CompletedProcess(command, {"some": 1, "crash": -11, "none": 5}[command[-1]])
+
+    monkeypatch.setattr(module.subprocess, "run", run)
+    found = evidence.outcome(module.run_tests([["some"], ["crash"], ["none"], ["slow"]], {}))
+    assert found["tests"] == 9 + 3 and found["errors"] == 2 + 3
+    ends = {"crash": -11, "none": 5, "slow": None}
+    assert found["failed"][-3:] == [f"pytest ended with {code}::{share}" for share, code in ends.items()]
+
+
+def counts(**changes: Any) -> dict[str, Any]:
+    return {"tests": 9, "failures": 0, "errors": 0, "skipped": 2, "modules_skipped": []} | changes
+
+
+def complete(**changes: Any) -> dict[str, Any]:
+    record = {"csrc_tree": TREE, "complete": True, "error_rule": [], "gpu_tests": counts(), "sanitizer": {}}
+    record["linear"] = {part: {"within_rule": True} for part in evidence.LINEAR}
+    return record | {"randomised": {"asked": 5, "count": 5, "failed": 0}} | changes
+
+
+def test_what_passes() -> None:
+    assert evidence.passed(complete()) and evidence.passed({"csrc_tree": TREE, "error_rule": []}, ())
+    for wrong in (
+        {"gpu_tests": counts(failures=1)},
+        {"gpu_tests": counts(errors=1)},
+        {"gpu_tests": counts(skipped=9)},
+        {"gpu_tests": counts(modules_skipped=["tests.test_a"])},
+        {"sanitizer": {"memcheck": {"clean": True}, "initcheck": {"clean": False}}},
+        {"randomised": {"asked": 5, "count": 4, "failed": 0}},
+        {"randomised": {"asked": 5, "count": 5, "failed": 1}},
+        {"bench_failed": True},
+        {"shapes_failed": True},
+        {"linear": {}},
+    ):
+        assert not evidence.passed(complete(**wrong)), wrong
+
+
+@pytest.mark.parametrize(
+    ("two_cards", "tree", "passes"),
+    [
+        (None, TREE, False),
+        (counts(csrc_tree=TREE), TREE, True),
+        (counts(csrc_tree=OTHER), TREE, False),
+        (counts(csrc_tree="unknown"), "unknown", False),
+        (counts(csrc_tree=f"{TREE}-dirty"), f"{TREE}-dirty", False),
+        (counts(csrc_tree=TREE, failures=1), TREE, False),
+        (counts(csrc_tree=TREE, modules_skipped=["tests.test_two_devices"]), TREE, False),
+    ],
+)
+def test_two_cards_elsewhere(two_cards: dict[str, Any] | None, tree: str, passes: bool) -> None:
+    """They stand for the modules that one card skips, on the same csrc tree, and for no other module."""
+    skipped = counts(modules_skipped=["tests.test_two_devices", "tests.test_two_devices_dtensor"])
+    record = complete(csrc_tree=tree, gpu_tests=skipped, two_cards=two_cards)
+    assert evidence.passed(record) == passes
+    assert not evidence.passed(record | {"gpu_tests": counts(modules_skipped=["tests.test_a", *skipped["modules_skipped"]])})
+
+
+def about(tree: str, cards: int) -> dict[str, Any]:
+    return {"card": "Some Card", "driver": "1", "date": "2000-01-01", "cards": cards, "torch": "2", "csrc_tree": tree}
+
+
+def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, tree: str = TREE, cards: int = 1) -> tuple[int, Any]:
+    """scripts/gpu_check with tests that are made up and without what it starts; its exit code and the record."""
+    module = script("gpu_check")
+    reports = {"tests.test_a": "", "tests.test_two_devices": "" if cards > 1 else "<skipped/>"}
+    cases = [ET.fromstring(f'<testcase classname="{name}" name="t">{inside}</testcase>') for name, inside in reports.items()]
+    monkeypatch.setattr(module, "RESULTS", folder / "results")
+    monkeypatch.setattr(module, "install", lambda wheel: ({}, about(tree, cards)))
+    monkeypatch.setattr(module, "run_tests", lambda shares, env: cases[-len(shares) :])
+    bench = json.dumps({name: complete()[name] for name in ("error_rule", "linear")})
+    done = subprocess.CompletedProcess([], 0, stdout=bench)
+    monkeypatch.setattr(module.subprocess, "run", lambda *args, **options: done)
+    rest = ("--cases", "--shapes", "--examples", "0", "--skip-sanitizer")
+    monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(folder), *(arguments or rest)])
+    code = module.main()
+    return code, json.loads((folder / "some_card.json").read_text())
+
+
+def test_two_cards_before_and_after_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, record = call(monkeypatch, tmp_path)
+    assert code == 1 and record["gpu_tests"]["modules_skipped"] == ["tests.test_two_devices"] and "two_cards" not in record
+    (tmp_path / "some_card.json").write_text(json.dumps(complete(sound=False, gpu_tests=record["gpu_tests"])))
+    code, record = call(monkeypatch, tmp_path, "--two-cards", cards=2)
+    assert code == 0 and record["two_cards"].items() >= (about(TREE, 2) | {"tests": 1, "failures": 0, "skipped": 0}).items()
+    assert record["sound"], "the earlier record counts anew"
+    (tmp_path / "results").mkdir()
+    (tmp_path / "some_card.json").rename(tmp_path / "results" / "some_card.json")
+    code, later = call(monkeypatch, tmp_path)
+    assert code == 0 and later["two_cards"] == record["two_cards"] and not later["sound"], "it is not complete"
+    code, other = call(monkeypatch, tmp_path, tree=OTHER)
+    assert code == 1 and "two_cards" not in other
+
+
+def test_two_cards_in_a_new_record_and_in_a_full_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, record = call(monkeypatch, tmp_path, "--two-cards", cards=2)
+    assert code == 0 and record.keys() == {"two_cards"}
+    with pytest.raises(SystemExit, match="expected a machine with at least 2 cards, got 1"):
+        call(monkeypatch, tmp_path, "--two-cards")
+    code, record = call(monkeypatch, tmp_path, tree=OTHER, cards=2)
+    assert code == 0 and record["cards"] == 2 and record["gpu_tests"]["tests"] == 2
+    assert record["two_cards"]["csrc_tree"] == OTHER and record["two_cards"]["tests"] == 1
+
+
+def test_table_says_two_cards_and_names_the_sanitizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tables = script("make_tables.py")
+    record = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text()) | {"csrc_tree": TREE}
+    record["sanitizer"] = {"memcheck": {"clean": True}, "initcheck": {"clean": False}}
+    for two_cards, text in ((None, "not run on this csrc"), (OTHER, "not run on this csrc"), (TREE, "7 run, 1 failed")):
+        record["two_cards"] = two_cards and counts(csrc_tree=two_cards, failures=1)
+        sentence = f"those that need two cards: {text}. compute-sanitizer: memcheck clean, initcheck NOT clean."
+        assert sentence in "\n".join(tables.gpu_table(record))
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    (tmp_path / "bench" / "results" / "other.json").write_text(json.dumps({"two_cards": record["two_cards"]}))
+    page = "<!-- table gpu: python scripts/make_tables.py -->\n<!-- end of table -->"
+    assert tables.PLACE.sub(tables.filled, page) == page, "a record of two cards alone has no table"
+
+
+INITCHECK = """========= COMPUTE-SANITIZER
+========= Uninitialized __global__ memory read of size 4 bytes
+=========     at void at::native::reduce_kernel<(int)512>(T3)+0x1230
+=========     by thread (0,0,0) in block (0,0,0)
+=========     Access to 0x7f00 is inside an allocation
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: attention_ext::launch() in _cuda.abi3.so
+========= Host API memory access error at host access to 0x7f00 of size 1 bytes
+=========     Uninitialized access at 0x7f00 on access by cudaMemcpy source
+{more}========= ERROR SUMMARY: 2 errors
+subset done
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "clean"),
+    [
+        ("", True),
+        ("========= Uninitialized __global__ memory read of size 4 bytes\n=========     at attention_ext::k()+0x10\n", False),
+        ("========= Uninitialized __global__ memory read of size 4 bytes\n=========     in some other form\n", False),
+    ],
+)
+def test_initcheck_counts_this_packages_kernels(monkeypatch: pytest.MonkeyPatch, more: str, clean: bool) -> None:
+    module = script("gpu_check")
+    commands: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(module, "run", lambda *given: commands.append(given) or (0, INITCHECK.format(more=more), ""))
+    result = module.run_sanitizer("initcheck", ["subset.py"], "subset done", {})
+    assert result["clean"] == clean and result["summary"] == f"ERROR SUMMARY: 2 errors, {int(not clean)} in kernels of this package"
+    assert not module.run_sanitizer("initcheck", ["subset.py"], "never printed", {})["clean"]
+    assert "--kernel-name" not in commands[0][0], "what a kernel that is left out wrote would count as unwritten"
+    assert commands[0][1]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
