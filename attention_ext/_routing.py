@@ -6,6 +6,7 @@ under torch.compile and break torch.export with dynamic shapes. What depends on 
 
 import logging
 import math
+import sys
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,11 @@ class Route(NamedTuple):
     reason: str
 
 
+def _distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; there are none before torch.distributed.tensor has been imported."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
 def route(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Route:
@@ -46,6 +52,8 @@ def route(
         if max(query.dim(), key.dim(), value.dim()) > _MAX_RANK:
             return Route("torch_math", f"the kernels take operands of rank {_MAX_RANK} at most")
         return Route("kernel", f"sdpa_forward takes {query.device.type} tensors")
+    if query.device.type == "cpu" and _distributed(query):
+        return Route("kernel", "PyTorch's fused operator for CPU tensors has no gradient for a DTensor")
     if scale is not None and math.isnan(scale):
         return Route("torch_math", "PyTorch's fused operators hide a scale that is NaN")
     if is_causal and scale is not None and scale < _SMALLEST_FLOAT:

@@ -53,10 +53,11 @@ def sdpa(
     are rounded to its dtype before they meet the values. float32 is float32-accurate whatever PyTorch's TF32 setting is, which
     matters only where PyTorch's own operator runs.
 
-    What runs: on CUDA this package's kernels. CPU tensors, torch.func transforms other than vmap alone, forward-mode AD and, on
-    CUDA, ranks above 10 go to PyTorch's own operator; explain says which and why, and so does the logger attention_ext at level
-    INFO at each eager call. The kernels expand no mask and repeat no key or value in memory, launch on the current stream of the
-    query's device, do not synchronise with the host, allocate through torch only, and may be called from several threads.
+    What runs: on CUDA this package's kernels. CPU tensors other than DTensors, torch.func transforms other than vmap alone,
+    forward-mode AD and, on CUDA, ranks above 10 go to PyTorch's own operator; explain says which and why, and so does the logger
+    attention_ext at level INFO at each eager call. The kernels expand no mask and repeat no key or value in memory, launch on the
+    current stream of the query's device, do not synchronise with the host, allocate through torch only, and may be called from
+    several threads.
 
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
@@ -129,7 +130,8 @@ def _tma_operands(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -
 class Explanation:
     """What would run for a call of sdpa.
 
-    kernel: "torch" (PyTorch's own operator), "torch_math" (its MATH back end) or the name of one of this package's kernels.
+    kernel: "torch" (PyTorch's own operator), "torch_math" (its MATH back end), "reference" (sdpa_forward on the CPU, for DTensors)
+        or the name of one of this package's kernels.
     reason: why, as a clause. workspace: bytes taken from torch's allocator during the call beside the output, 0 for PyTorch's.
     preferred: whether the kernel was measured faster than PyTorch's own operator on this kind of card.
     """
@@ -158,8 +160,8 @@ def explain(
     """Which kernel sdpa would run for these arguments, and why. Runs nothing; raises what sdpa would raise."""
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     target, reason = _routing.route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    if target != "kernel":
-        return Explanation(target, reason, 0, False)
+    if target != "kernel" or query.device.type != "cuda":
+        return Explanation("reference" if target == "kernel" else target, reason, 0, False)
     heads = scores[-3] if len(scores) > 2 else 1
     batch = 1
     for size in scores[:-3]:
