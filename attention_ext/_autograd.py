@@ -114,7 +114,8 @@ def attend(
     """
     seed = None
     if dropout_p > 0.0:
-        seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+        # Like the query, so that beside DTensors it is a replicated one, the same on all ranks as every random DTensor is.
+        seed = torch.randint_like(query.new_empty(1, dtype=torch.int64), -(2**63), 2**63 - 1)
     wanted = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, attn_mask))
     if not wanted and not torch.compiler.is_compiling():  # the same without what a gradient costs the host
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)

@@ -111,7 +111,7 @@ def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
                 leading = torch.broadcast_shapes(leading, other)
             except (RuntimeError, ValueError):
                 refuse(name, f"leading dimensions that broadcast with the query's {shape_of(query)}", shape_of(tensor))
-    return [*leading, *shape[-tail:-1], key.size(-2)]
+    return [*leading, *shape[-tail:-1], key.shape[-2]]
 
 
 def _check_mask(mask: Tensor, query: Tensor, scores: list[int], is_causal: bool) -> None:

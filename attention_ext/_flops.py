@@ -8,15 +8,13 @@ here: the formulas are registered as soon as somebody else imports it.
 """
 
 import importlib
-import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from math import prod
-from types import ModuleType
 from typing import Any
 
 import torch
+
+from ._after_import import after_import
 
 __all__ = ["register"]
 
@@ -64,46 +62,12 @@ _FORMULAS: dict[str, Callable[..., int]] = {
 }
 
 
-def _register_with(counter: Any) -> None:
+def _register() -> None:
+    counter = importlib.import_module(_COUNTER)
     for name, formula in _FORMULAS.items():
         counter.register_flop_formula(getattr(torch.ops.attention_ext, name))(formula)
 
 
-class _RegisterAfter(Loader):
-    """Loads the module as `loader` does, and registers the formulas with it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        _register_with(module)
-
-
-class _Finder(MetaPathFinder):
-    """Finds torch.utils.flop_counter where the other finders do, and nothing else."""
-
-    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname != _COUNTER:
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _RegisterAfter(spec.loader)
-                return spec
-        return None
-
-
 def register() -> None:
     """Registers the formulas: now if torch.utils.flop_counter is there, else when it is imported."""
-    if _COUNTER in sys.modules:
-        _register_with(importlib.import_module(_COUNTER))
-    else:
-        sys.meta_path.insert(0, _Finder())
+    after_import(_COUNTER, _register)

@@ -1,11 +1,14 @@
-"""Registers everything about the operators that is not a kernel: router, fake kernels, CPU path, autograd, autocast, vmap."""
+"""Registers all of the operators that is not a kernel: router, fake kernels, CPU path, autograd, autocast, vmap, sharding."""
 
+import importlib
+import logging
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from . import _flops, _linear, _linear_softmax, _reference, _routing, _stages
+from ._after_import import after_import
 from ._autograd import Attention, expand_leading, log_backward
 from ._bias import plain_mask, plain_result
 from ._checks import check_attention, check_seed, check_shape, refuse
@@ -251,4 +254,13 @@ _LIBRARY.impl("sdpa_backward", _backward_autograd, "Autograd", with_keyset=True)
 torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=_LIBRARY)
 for _part in (_stages, _linear, _linear_softmax):
     _part.register(_LIBRARY)
-_flops.register()
+
+
+def _register_sharding() -> None:
+    try:
+        importlib.import_module("attention_ext._sharding")
+    except Exception as error:  # of an experimental interface, in the middle of an import that is not ours
+        logging.getLogger("attention_ext").warning("torch %s: DTensor operands will be refused (%r)", torch.__version__, error)
+
+
+after_import("torch.distributed.tensor", _register_sharding)

@@ -6,6 +6,7 @@ under torch.compile and break torch.export with dynamic shapes. What depends on 
 
 import logging
 import math
+import sys
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,11 @@ class Route(NamedTuple):
     reason: str
 
 
+def _distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; there are none before torch.distributed.tensor has been imported."""
+    return isinstance(tensor, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
 def route(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Route:
@@ -47,6 +53,8 @@ def route(
         if max(query.dim(), key.dim(), value.dim()) > _MAX_RANK:
             return Route("torch_math", f"the kernels take operands of rank {_MAX_RANK} at most")
         return Route("kernel", f"sdpa_forward takes {query.device.type} tensors")
+    if query.device.type == "cpu" and _distributed(query):
+        return Route("kernel", "PyTorch's fused operator for CPU tensors has no gradient for a DTensor")
     if scale is not None and math.isnan(scale):
         return Route("torch_math", "PyTorch's fused operators hide a scale that is NaN")
     if is_causal and scale is not None and scale < _SMALLEST_FLOAT:
@@ -96,6 +104,8 @@ def kernel_plan(
     """(kernel, reason, workspace, preferred) of a call of sdpa_forward: on CUDA from the code that chooses for the call itself."""
     if not query.is_cuda:
         return "reference", f"that is the plan for {query.device.type} tensors", 0, False
+    if type(query).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a DTensor, or one without data
+        return "sdpa_forward", f"a kernel is chosen for what a {type(query).__name__} holds, not for itself", 0, False
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     plan: tuple[str, str, int, bool] = call_kernel(
         torch.ops.attention_ext.sdpa_plan.default, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
@@ -113,10 +123,7 @@ def log_kernel(operator: str, query: Tensor, *rest: Any) -> None:
     """The log of a call of sdpa_forward; rest: the other arguments of kernel_plan."""
     if not LOG.isEnabledFor(logging.INFO) or torch.compiler.is_compiling():
         return
-    if type(query) in (Tensor, torch.nn.Parameter):
-        kernel, reason, *_ = kernel_plan(query, *rest)
-    else:  # it is not this tensor that a kernel gets
-        kernel, reason = "sdpa_forward", f"that is the plan for a {type(query).__name__}"
+    kernel, reason, *_ = kernel_plan(query, *rest)
     _log(operator, query, kernel, reason)
 
 

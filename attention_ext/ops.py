@@ -35,7 +35,9 @@ def sdpa(
         key: (..., Hk, S, E), of the query's dtype and device. Leading dims of the operands broadcast; every size may be 0 or 1.
         value: (..., Hk, S, Ev). Ev may differ from E.
         attn_mask: broadcasts to (..., Hq, L, S), rank 2 or more. bool: True takes part. float32 or the query's dtype: added to
-            the scaled scores. It may require grad, which has the mask's own shape. Not together with is_causal.
+            the scaled scores. It may require grad, which has the mask's own shape. Not together with is_causal. A CausalBias of
+            torch.nn.attention.bias means what it means for PyTorch's operator; other classes that override __torch_function__ are
+            refused.
         dropout_p: probability in [0, 1] that a weight is zeroed (after the softmax; the others are scaled by 1 / (1 - p)). It is
             always applied: pass 0.0 in evaluation. 0 consumes no random numbers. The backward pass draws the mask of its forward
             pass, also in compiled and exported programs and in CUDA graphs, whose replays have a new one each.
@@ -51,15 +53,17 @@ def sdpa(
 
     Raises:
         RuntimeError: an input that is refused; the message names the argument, what was expected and what came.
+        torch.OutOfMemoryError: the result or the workspace does not fit.
 
     Precision: scores, softmax and sums are in float32 (float64 for float64), so half precision's scores may pass 65504; its weights
     are rounded to its dtype before they meet the values. float32 is float32-accurate whatever PyTorch's TF32 setting is, which
     matters only where PyTorch's own operator runs.
 
-    What runs: on CUDA this package's kernels. CPU tensors, torch.func transforms other than vmap alone, forward-mode AD and, on
-    CUDA, ranks above 10 go to PyTorch's own operator; explain says which and why, and so does the logger attention_ext at level
-    INFO at each eager call. The kernels expand no mask and repeat no key or value in memory, launch on the current stream of the
-    query's device, do not synchronise with the host, allocate through torch only, and may be called from several threads.
+    What runs: on CUDA this package's kernels. CPU tensors other than DTensors, torch.func transforms other than vmap alone,
+    forward-mode AD and, on CUDA, ranks above 10 go to PyTorch's own operator; explain says which and why, and so does the logger
+    attention_ext at level INFO at each eager call. The kernels expand no mask and repeat no key or value in memory, launch on the
+    current stream of the query's device, do not synchronise with the host, allocate through torch only, and may be called from
+    several threads.
 
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
@@ -113,7 +117,8 @@ def sdpa_with_lse(
 class Explanation:
     """What would run for a call of sdpa.
 
-    kernel: "torch" (PyTorch's own operator), "torch_math" (its MATH back end) or the name of one of this package's kernels.
+    kernel: "torch" (PyTorch's own operator), "torch_math" (its MATH back end), "reference" (sdpa_forward on the CPU, for DTensors)
+        or the name of one of this package's kernels.
     reason: why, as a clause. workspace: bytes taken from torch's allocator during the call beside the output, 0 for PyTorch's.
     preferred: whether the kernel was measured faster than PyTorch's own operator on this kind of card.
     """
@@ -145,6 +150,8 @@ def explain(
     target, reason = _routing.route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
     if target != "kernel":
         return Explanation(target, reason, 0, False)
+    if not query.is_cuda:
+        return Explanation("reference", reason, 0, False)
     return Explanation(*_routing.kernel_plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores))
 
 

@@ -157,7 +157,6 @@ def test_by_module(device: str) -> None:
 FIRST = {
     "the package": "import attention_ext; assert 'torch.utils.flop_counter' not in sys.modules",
     "the counter": "import torch.utils.flop_counter, attention_ext",
-    "the counter again": "import attention_ext, torch.utils.flop_counter; importlib.reload(torch.utils.flop_counter)",
 }
 
 

@@ -128,5 +128,5 @@ def test_schemas() -> None:
     backward = str(torch.ops.attention_ext.sdpa_backward.default._schema)
     before = operands.replace("(Tensor query", "(Tensor grad_out, Tensor? grad_lse, Tensor query")
     before = before.replace("Tensor? seed", "Tensor out, Tensor lse, Tensor? seed")
-    middle = "bool deterministic=False, bool mask_grad=False, "
+    middle = "bool deterministic=False, bool mask_grad=False, bool wide_grads=False, "
     assert backward == f"attention_ext::sdpa_backward{before}{options}{middle}{last}(Tensor, Tensor, Tensor, Tensor)"
