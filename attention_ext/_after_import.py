@@ -1,9 +1,9 @@
 """Something to be done right after a module has been imported by someone else, without importing it here.
 
 Strategies for DTensor operands can be registered only where torch.distributed.tensor is, whose import takes half a second, and
-formulas for FLOPs where torch.utils.flop_counter is, whose import takes 80 ms with triton: nobody else should pay for them. There are
-no DTensors and no counters before, so the end of the import is early enough for every call in every mode. To look for DTensors among
-the operands of each call instead would take Python kernels at the key Autograd, which inference mode skips.
+formulas for FLOPs where torch.utils.flop_counter is, whose import takes 80 ms with triton: nobody else should pay for them. There
+are no DTensors and no counters before, so the end of the import is early enough for every call in every mode. To look for DTensors
+among the operands of each call would take Python kernels at the key Autograd, which inference mode skips.
 
 The hook is a finder in front of sys.meta_path. It finds nothing by itself: it lets the others find the module and adds a last step
 to the loader instance that they made for it. After that step both are as they were before; after a failed import the hook stays.

@@ -255,6 +255,8 @@ torch.library.register_fake("attention_ext::sdpa_backward", _backward_fake, lib=
 for _part in (_stages, _linear, _linear_softmax):
     _part.register(_LIBRARY)
 
+_flops.register()
+
 
 def _register_sharding() -> None:
     try:
