@@ -45,7 +45,12 @@ def forward_mode(*tensors: Tensor | None) -> bool:
     if transforms and any(transform.key() == _JVP for transform in transforms):
         return True
     below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)  # of autograd, which takes them off
-    return torch.compiler.is_compiling() and not below and not torch.compiler.is_exporting() and _any_dual(*tensors)
+    traced = torch.compiler.is_compiling() or any(_wraps(t) for t in tensors)  # releases before 2.13 say so to Dynamo alone
+    return traced and not below and not torch.compiler.is_exporting() and _any_dual(*tensors)
+
+
+def _wraps(tensor: Tensor | None) -> bool:
+    return tensor is not None and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _any_dual(*tensors: Tensor | None) -> bool:

@@ -39,7 +39,7 @@ if pid == 0:
     os._exit(0)
 print(os.waitpid(pid, 0)[1])
 """
-    assert python(code, OMP_NUM_THREADS="1") == "0"
+    assert python(code, OMP_NUM_THREADS="1") == "0", "the child has failed"
 
 
 def test_dataloader_workers() -> None:
