@@ -132,9 +132,9 @@ def _forward_autograd(
     workspace_bytes: int = 134217728, kernel_name: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
+    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
     if tangents(*tensors):
         raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
-    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
     rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)
     _routing.log_kernel("sdpa_forward", query, key, value, *rest, kernel_name)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):

@@ -21,9 +21,10 @@ __device__ __forceinline__ bool elect_thread() {
   return elected != 0;
 }
 
-// Barrier number `barrier` (1 to 15) among `threads` threads.
+// Barrier number `barrier` (1 to 15) among `threads` threads. Not bar.sync, the aligned form: warps of different roles meet here from
+// different places of the code.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+  asm volatile("barrier.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Keeps the compiler from moving reads of memory across, and so from holding many results in registers.
