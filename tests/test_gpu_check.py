@@ -188,6 +188,11 @@ INITCHECK = """========= COMPUTE-SANITIZER
 subset done
 """
 
+SHORT_COPY = """========= Uninitialized __global__ memory read of size 16 bytes
+=========     at attention_ext::cp_async_16_zero_filled(unsigned int, const void *, int)+0xbff0 in cp_async.cuh:40
+=========         Device Frame: attention_ext::k()+0x10
+"""
+
 
 @pytest.mark.parametrize(
     ("more", "clean"),
@@ -195,6 +200,7 @@ subset done
         ("", True),
         ("========= Uninitialized __global__ memory read of size 4 bytes\n=========     at attention_ext::k()+0x10\n", False),
         ("========= Uninitialized __global__ memory read of size 4 bytes\n=========     in some other form\n", False),
+        (SHORT_COPY, True),
     ],
 )
 def test_initcheck_counts_this_packages_kernels(monkeypatch: pytest.MonkeyPatch, more: str, clean: bool) -> None:
@@ -202,7 +208,9 @@ def test_initcheck_counts_this_packages_kernels(monkeypatch: pytest.MonkeyPatch,
     commands: list[tuple[list[str], dict[str, str]]] = []
     monkeypatch.setattr(module, "run", lambda *given: commands.append(given) or (0, INITCHECK.format(more=more), ""))
     result = module.run_sanitizer("initcheck", ["subset.py"], "subset done", {})
-    assert result["clean"] == clean and result["summary"] == f"ERROR SUMMARY: 2 errors, {int(not clean)} in kernels of this package"
+    short = int(more == SHORT_COPY)
+    counts = f"{int(not clean)} in kernels of this package, {short} at copies of less than 16 bytes"
+    assert result["clean"] == clean and result["summary"] == f"ERROR SUMMARY: 2 errors, {counts}"
     assert not module.run_sanitizer("initcheck", ["subset.py"], "never printed", {})["clean"]
     assert "--kernel-name" not in commands[0][0], "what a kernel that is left out wrote would count as unwritten"
     assert commands[0][1]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
