@@ -1,6 +1,5 @@
 """The gradient of attention: one autograd.Function over the operators sdpa_forward and sdpa_backward."""
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -9,10 +8,10 @@ from torch import Tensor
 
 from ._dispatch import call_kernel, redispatch
 from ._limits import backward_kernel_name
+from ._log import log_call
 
-__all__ = ["LOG", "Attention", "attend", "expand_leading", "log_backward"]
+__all__ = ["Attention", "attend", "expand_leading", "log_backward"]
 
-LOG = logging.getLogger("attention_ext")
 _WORKSPACE_BYTES = 134217728
 
 
@@ -82,10 +81,8 @@ def _sum_to(grad: Tensor, operand: Tensor) -> Tensor:
 
 
 def log_backward(query: Tensor, kernel_name: str) -> None:
-    if LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
-        kernel = "pipeline" if query.is_cuda else "reference"
-        reason = "it is the only kernel with a gradient" if kernel_name == "auto" else "kernel_name asked for it"
-        LOG.info("sdpa_backward on %s %s: %s, because %s", query.device.type, query.dtype, kernel, reason)
+    reason = "it is the only kernel with a gradient" if kernel_name == "auto" else "kernel_name asked for it"
+    log_call("sdpa_backward", query, "pipeline" if query.is_cuda else "reference", reason)
 
 
 def expand_leading(query: Tensor, key: Tensor, value: Tensor, scores: list[int], enable_gqa: bool) -> tuple[Tensor, ...]:

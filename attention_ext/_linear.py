@@ -4,7 +4,6 @@ It is accurate to float32 whatever torch's settings for float32 products are. It
 it can be differentiated any number of times.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,12 +12,12 @@ from torch import Tensor
 
 from ._dispatch import call_kernel, redispatch, register_kernel_calls
 from ._linear_checks import check_linear_float32
+from ._log import log_call, log_wanted
 from ._reference import below_autocast
-from ._transforms import AUTOCAST, castable, why_composed
+from ._transforms import AUTOCAST, castable, why_composed, wraps
 
 __all__ = ["LINEAR", "exactly", "log_composed", "log_kernel", "product", "register"]
 
-_LOG = logging.getLogger("attention_ext")
 _MKLDNN: Any = torch.backends.mkldnn  # its attribute matmul is made at run time
 LINEAR = torch._C._nn.linear  # not torch.nn.functional's at the time of a call: linear_float32 may have been put in its place
 _OPERATOR = torch.ops.attention_ext.linear_float32.default
@@ -43,18 +42,19 @@ def product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def log_composed(operator: str, input: Tensor, reason: str) -> None:
-    if _LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
-        _LOG.info("%s on %s %s: torch, because %s", operator, input.device.type, input.dtype, reason)
+    log_call(operator, input, "torch", reason)
 
 
 def log_kernel(operator: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """The log of a call that a kernel serves, PyTorch's or this package's."""
-    if not _LOG.isEnabledFor(logging.INFO) or torch.compiler.is_compiling():
+    if not log_wanted():
         return
     kernel, reason = "torch", f"that is the plan for {input.device.type} tensors"
-    if input.is_cuda:
+    if wraps(input):
+        kernel, reason = operator, f"a kernel is chosen for what a {type(input).__name__} holds, not for itself"
+    elif input.is_cuda:
         kernel, reason = call_kernel(torch.ops.attention_ext.linear_plan.default, _rows(input), weight, bias)
-    _LOG.info("%s on %s %s: %s, because %s", operator, input.device.type, input.dtype, kernel, reason)
+    log_call(operator, input, kernel, reason)
 
 
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -4,7 +4,6 @@ Only static properties decide (device, dtype, rank, head dim, flags, scale), nev
 under torch.compile and break torch.export with dynamic shapes. What depends on lengths is decided inside sdpa_forward.
 """
 
-import logging
 import math
 import sys
 from typing import Any, NamedTuple
@@ -12,12 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._autograd import LOG, attend, expand_leading
+from ._autograd import attend, expand_leading
 from ._bias import plain_mask, plain_result
 from ._checks import check_attention, surely
 from ._composed import attention_with_lse
 from ._dispatch import call_kernel
-from ._transforms import forward_mode, why_composed
+from ._log import log_call, log_wanted
+from ._transforms import forward_mode, why_composed, wraps
 
 __all__ = ["Route", "kernel_plan", "log_kernel", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
@@ -104,7 +104,7 @@ def kernel_plan(
     """(kernel, reason, workspace, preferred) of a call of sdpa_forward: on CUDA from the code that chooses for the call itself."""
     if not query.is_cuda:
         return "reference", f"that is the plan for {query.device.type} tensors", 0, False
-    if type(query).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # a DTensor, or one without data
+    if wraps(query):  # a DTensor, or one without data
         return "sdpa_forward", f"a kernel is chosen for what a {type(query).__name__} holds, not for itself", 0, False
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     plan: tuple[str, str, int, bool] = call_kernel(
@@ -114,17 +114,11 @@ def kernel_plan(
     return plan
 
 
-def _log(operator: str, query: Tensor, target: str, reason: str) -> None:
-    if LOG.isEnabledFor(logging.INFO) and not torch.compiler.is_compiling():
-        LOG.info("%s on %s %s: %s, because %s", operator, query.device.type, query.dtype, target, reason)
-
-
 def log_kernel(operator: str, query: Tensor, *rest: Any) -> None:
     """The log of a call of sdpa_forward; rest: the other arguments of kernel_plan."""
-    if not LOG.isEnabledFor(logging.INFO) or torch.compiler.is_compiling():
-        return
-    kernel, reason, *_ = kernel_plan(query, *rest)
-    _log(operator, query, kernel, reason)
+    if log_wanted():
+        kernel, reason, *_ = kernel_plan(query, *rest)
+        log_call(operator, query, kernel, reason)
 
 
 def _torch_sdpa(
@@ -167,7 +161,7 @@ def sdpa(
         log_kernel("sdpa", query, key, value, *rest, scores)
         out = attend(keyset, query, key, value, *rest, scores)[0]
     else:  # PyTorch's operators broadcast some operands and not others: those of no rows, the mask next to them
-        _log("sdpa", query, target, reason)
+        log_call("sdpa", query, target, reason)
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)
         out = _torch_sdpa(target, query, key, value, *rest)
     return out if attn_mask is given else plain_result(out)
@@ -195,7 +189,7 @@ def sdpa_with_lse(
         log_kernel("sdpa_with_lse", query, key, value, *rest, scores)
         out, lse = attend(keyset, query, key, value, *rest, scores)
     else:
-        _log("sdpa_with_lse", query, target, reason)
+        log_call("sdpa_with_lse", query, target, reason)
         out, lse = attention_with_lse(query, key, value, *rest)
         out = _in_order_of(query, out)
     return (out, lse) if attn_mask is given else (plain_result(out), plain_result(lse))

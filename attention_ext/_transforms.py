@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["AUTOCAST", "castable", "constant", "forward_mode", "tangents", "why_composed"]
+__all__ = ["AUTOCAST", "castable", "constant", "forward_mode", "tangents", "why_composed", "wraps"]
 
 AUTOCAST = {
     "cpu": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU),
@@ -45,12 +45,14 @@ def forward_mode(*tensors: Tensor | None) -> bool:
     if transforms and any(transform.key() == _JVP for transform in transforms):
         return True
     below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)  # of autograd, which takes them off
-    traced = torch.compiler.is_compiling() or any(_wraps(t) for t in tensors)  # releases before 2.13 say so to Dynamo alone
+    # Releases before 2.13 tell Dynamo alone that they compile.
+    traced = torch.compiler.is_compiling() or any(t is not None and wraps(t) for t in tensors)
     return traced and not below and not torch.compiler.is_exporting() and _any_dual(*tensors)
 
 
-def _wraps(tensor: Tensor | None) -> bool:
-    return tensor is not None and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+def wraps(tensor: Tensor) -> bool:
+    """Whether a tensor's class takes the operators on it into its own hands: a DTensor, or one that is traced."""
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _any_dual(*tensors: Tensor | None) -> bool:

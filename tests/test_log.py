@@ -156,6 +156,16 @@ def test_linear(device: str, K: int, dtype: torch.dtype, lines) -> None:
     assert part[kernel] in names and not any(part[other] in names for other in part if other not in (kernel, "tiled"))
 
 
+def test_tensors_that_are_not_what_a_kernel_gets(device: str, lines) -> None:
+    """A wrapper (here a fake tensor, as good as a DTensor) is logged without asking for the kernel of its contents."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x, weight = torch.empty(4, 8, device=device), torch.empty(3, 8, device=device)
+        attention_ext.linear_float32(x, weight)
+    assert [(line[0], line[3]) for line in lines()] == [("linear_float32", "linear_float32")]
+
+
 def test_nothing_below_info(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = leaves(*qkv())
     with caplog.at_level(logging.WARNING, "attention_ext"):

@@ -50,19 +50,11 @@ def results(device: str) -> list[torch.Tensor]:
     return [t.detach() for t in (*outs, *transformed, *grads)]
 
 
-def test_in_the_place_of_pytorchs(device: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("by", ["replaced", "forbidden"])
+def test_bound_at_import(device: str, by: str, request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
     want = results(device)
-    request.getfixturevalue("replaced")
-    torch.manual_seed(0)
-    for got, right in zip(results(device), want, strict=True):
-        close(got, right)
-
-
-def test_bound_at_import(device: str, request: pytest.FixtureRequest) -> None:
-    torch.manual_seed(0)
-    want = results(device)
-    request.getfixturevalue("forbidden")
+    request.getfixturevalue(by)
     torch.manual_seed(0)
     for got, right in zip(results(device), want, strict=True):
         close(got, right)
