@@ -56,7 +56,8 @@ DEVICE += ["--Werror=all-warnings"] * STRICT
 
 
 def extension(kind, name, patterns, macros, **flags):
-    sources = [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
+    found = (path.relative_to(ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern)))
+    sources = [str(path) for path in found if name == "_C" or path.name != "schema.cpp"]
     common = {"include_dirs": [str(ROOT / "csrc")], "extra_link_args": ["-s"], "py_limited_api": True}
     defined = [(key, str(text)) for key, text in macros.items()]
     return kind(f"attention_ext.{name}", sources, define_macros=defined, extra_compile_args=flags, **common)
@@ -79,9 +80,9 @@ class Sdist(sdist):
 
 
 stamp = {"ATTENTION_EXT_CSRC": f'"{csrc_tree(ROOT)}"'}
-extensions = [extension(CppExtension, "_C", ["csrc/binding/schema.cpp", "csrc/plan.cpp"], MACROS | stamp, cxx=HOST)]
+extensions = [extension(CppExtension, "_C", ["csrc/binding/schema.cpp", "csrc/plan/*.cpp"], MACROS | stamp, cxx=HOST)]
 if TOOLKIT_MAJOR:
-    patterns = ["csrc/binding/cuda*.cpp", "csrc/plan.cpp", "csrc/[!b]*/*.cpp", "csrc/*/*.cu"]
+    patterns = ["csrc/**/*.cu", "csrc/**/*.cpp"]
     extensions += [extension(CUDAExtension, "_cuda", patterns, MACROS, cxx=[*HOST, "-DUSE_CUDA"], nvcc=DEVICE)]
 setup(
     version=VERSION if FROM_SDIST else BUILT,

@@ -14,8 +14,8 @@ from ._checks import refuse, shape_of
 __all__ = ["backward_kernel_name", "check_kernel_name", "check_limits", "contiguous", "layout_like"]
 
 _LARGEST = 2**31 - 1 - 1024  # rows and columns of a matrix: tiles count them in 32 bits
-_MAX_BATCH_DIMS = 8  # kMaxBatchDims of csrc/params.h
-_KERNELS = ("pipeline", "sm90_512", "sm90_1024", "sm90_pipeline")  # of csrc/plan.cpp
+_MAX_BATCH_DIMS = 8  # kMaxBatchDims of csrc/core/tensors.h
+_KERNELS = ("pipeline", "sm90_512", "sm90_1024", "sm90_pipeline")  # of csrc/plan/forward.cpp
 _BACKWARD_KERNELS = ("reference", "pipeline")
 _EXPECTED_NAMES = {
     ("cpu", False): "'auto' or 'reference' for CPU tensors",

@@ -41,7 +41,7 @@ BACKENDS = {
 MOST_SCORES = 20e9  # bytes of a score matrix that still is worth writing down
 STAGES = {  # the three kernels of a pipeline
     "pipeline": ("qk_scores", "segment_softmax", "scores_values"),
-    "sm90_pipeline": ("product_scores", "segment_softmax", "product_values"),
+    "sm90_pipeline": ("wgmma_scores", "segment_softmax", "wgmma_values"),
 }
 
 

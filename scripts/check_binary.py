@@ -16,9 +16,9 @@ from pathlib import Path
 
 PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel", "tiled_linear_kernel")
 # Kernels that multiply by wgmma and load by TMA: code for sm_90a, and for other cards, which never launch them, a trap.
-WARPGROUP_PRODUCTS = ("product_scores_kernel", "product_values_kernel", "warpgroup_linear_kernel")
-SPLIT_BY_TILES = "split_linear_kernel"  # the same by wmma
-SPLIT = "SplitWarpgroupTile"  # of warpgroup_linear_kernel: float operands as two half terms
+WGMMA_PRODUCTS = ("wgmma_scores_kernel", "wgmma_values_kernel", "wgmma_linear_kernel")
+SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma
+SPLIT = "SplitHalfWgmmaTile"  # of wgmma_linear_kernel: float operands as two half terms
 FUSED = "fused_forward_kernel"
 WARPGROUP_ARCH = "sm_90a"
 HALF = ("__half", "__nv_bfloat16")
@@ -73,13 +73,13 @@ def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -
             check_code(arch, name, code, ("HMMA", "LDSM", "LDGSTS"), findings)
 
 
-def check_warpgroup_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
+def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
     """The products by wgmma, of both half types and float; the fused forward in every class named, with and without mask."""
     classes = sorted({int(found) for _, name, _ in functions if FUSED in name for found in re.findall(r"Li(\d+)EEELb[01]E", name)})
     if not classes:
         findings.append(f"{FUSED} is missing")
-    wanted = [(product, dtype) for product in WARPGROUP_PRODUCTS for dtype in HALF]
-    wanted += [("warpgroup_linear_kernel", SPLIT)]
+    wanted = [(product, dtype) for product in WGMMA_PRODUCTS for dtype in HALF]
+    wanted += [("wgmma_linear_kernel", SPLIT)]
     wanted += [(FUSED, f"{dtype}Li{width}EEELb{general}E") for dtype in HALF for width in classes for general in (0, 1)]
     for kernel, argument in wanted:
         chosen = [(name, code) for arch, name, code in functions if arch == WARPGROUP_ARCH and kernel in name and argument in name]
@@ -88,7 +88,7 @@ def check_warpgroup_products(functions: list[tuple[str, str, str]], findings: li
         for name, code in chosen:
             check_code(WARPGROUP_ARCH, name, code, ("HGMMA", "UTMALDG"), findings)
     for arch, name, code in functions:
-        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WARPGROUP_PRODUCTS, FUSED)):
+        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WGMMA_PRODUCTS, FUSED)):
             check_code(arch, name, code, (r"BPT\.TRAP",), findings)
 
 
@@ -107,7 +107,7 @@ def check(library: Path, findings: list[str]) -> None:
     sass = output(tool, "--dump-sass", str(library))
     functions = functions_of(sass)
     check_products(functions, findings)
-    check_warpgroup_products(functions, findings)
+    check_wgmma_products(functions, findings)
     archs = set(re.findall(r"arch = (sm_\w+)", output(tool, "--list-elf", str(library)) + sass))
     if "sm_90" in archs:
         findings.append("code for plain sm_90, which the driver may prefer to that for sm_90a: its kernels for Hopper are traps")

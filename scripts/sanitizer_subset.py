@@ -37,7 +37,7 @@ def run_linear(dtype: torch.dtype, M: int, N: int, K: int, *, training: bool, na
     total = out.to(wide).square().sum() + linear.sum()
     if dtype == torch.float32:
         total = total + OPS.linear_float32(x, weight, bias).sum() + OPS.linear_float32(x, weight.t().contiguous().t(), None).sum()
-        for kernel in ("tiled", "split"):
+        for kernel in ("tiled", "split_half"):
             OPS._linear_float32_by(x.detach(), weight, bias, kernel)
     (grad,) = torch.autograd.grad(total, x)
     assert nan or (out.isfinite().all() and grad.isfinite().all())

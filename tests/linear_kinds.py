@@ -69,11 +69,11 @@ REMADE = ("columns of opposite scales", "1e-30 to 1e30 in both", "outlier agains
 FEW_ROUNDINGS = (*REMADE, "uniform", "1e-30 to 1e30 in a row", "one large column", "one-hot")
 FEW_ROUNDINGS += ("small and alike", "small, alike but for signs")
 
-BY_NAME = ["tiled", "split", "sm90_split"]
+BY_NAME = ["tiled", "split_half", "sm90_split_half"]
 
 
 def skip_where_none(kernel: str) -> None:
-    if kernel == "sm90_split" and torch.cuda.get_device_capability() != (9, 0):
+    if kernel == "sm90_split_half" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("it needs compute capability 9.0")
 
 

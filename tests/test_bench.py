@@ -230,7 +230,7 @@ def test_stages_in_their_table_and_without() -> None:
     old.pop("stages_sm90_pipeline", None)
     rows = {stage: {"ms": 1.125, "launches": 5} for stage in record.STAGES["sm90_pipeline"]}
     new = table(old | {"stages_sm90_pipeline": {"kb97": rows}})
-    assert new[: len(table(old))] == table(old) and "`product_scores` 1.12 in 5 launches" in new[-1] and "on kb97" in new[-1]
+    assert new[: len(table(old))] == table(old) and "`wgmma_scores` 1.12 in 5 launches" in new[-1] and "on kb97" in new[-1]
 
 
 def test_a_row_rests_before_its_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:

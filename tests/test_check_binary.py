@@ -26,9 +26,9 @@ def script() -> ModuleType:
 
 def names() -> list[str]:
     fused = [f"_Z20fused_forward_kernelI9FusedTileI{t}Li{w}EEELb{g}EEvj" for t in HALF for w in (128, 512) for g in (0, 1)]
-    products = ("product_scores_kernel", "product_values_kernel", "warpgroup_linear_kernel")
-    halves = [f"_Z{kernel}I13WarpgroupTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
-    return [*fused, *halves, "_Zwarpgroup_linear_kernelI18SplitWarpgroupTileEEv"]
+    products = ("wgmma_scores_kernel", "wgmma_values_kernel", "wgmma_linear_kernel")
+    halves = [f"_Z{kernel}I9WgmmaTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
+    return [*fused, *halves, "_Zwgmma_linear_kernelI18SplitHalfWgmmaTileEEv"]
 
 
 def dump(codes: dict[str, str], arch: str) -> str:
@@ -43,7 +43,7 @@ def findings_of(script: ModuleType, changes: dict[str, str | None], elsewhere: d
             codes[name] = code
     sass = dump(dict.fromkeys(names(), TRAP) | (elsewhere or {}), "sm_80") + dump(codes, "sm_90a")
     findings: list[str] = []
-    script.check_warpgroup_products(script.functions_of(sass), findings)
+    script.check_wgmma_products(script.functions_of(sass), findings)
     return findings
 
 
@@ -75,7 +75,7 @@ def test_every_kernel_is_looked_at(script, name, code, found):
 
 def test_a_library_without_the_kernels(script):
     findings: list[str] = []
-    script.check_warpgroup_products(script.functions_of(dump({"_Zother": EMPTY}, "sm_80")), findings)
+    script.check_wgmma_products(script.functions_of(dump({"_Zother": EMPTY}, "sm_80")), findings)
     assert any("fused_forward_kernel is missing" in finding for finding in findings)
-    assert sum("product_" in finding for finding in findings) == 4
-    assert sum("warpgroup_linear_kernel" in finding for finding in findings) == 3
+    assert sum("wgmma_scores" in finding or "wgmma_values" in finding for finding in findings) == 4
+    assert sum("wgmma_linear_kernel" in finding for finding in findings) == 3

@@ -172,9 +172,9 @@ def test_limits_are_those_of_csrc() -> None:
     from attention_ext import _limits
 
     binding = "\n".join(path.read_text() for path in sorted((CSRC / "binding").iterdir()))
-    assert f"constexpr int kMaxBatchDims = {_limits._MAX_BATCH_DIMS};" in (CSRC / "params.h").read_text()
+    assert f"constexpr int kMaxBatchDims = {_limits._MAX_BATCH_DIMS};" in (CSRC / "core" / "tensors.h").read_text()
     assert "sizes[dim] > std::numeric_limits<int32_t>::max() - 1024" in binding and LARGEST == _limits._LARGEST
-    table = re.search(r"kKernels\[\] = \{(.*?)\};", (CSRC / "plan.cpp").read_text(), re.DOTALL)
+    table = re.search(r"kKernels\[\] = \{(.*?)\};", (CSRC / "plan" / "forward.cpp").read_text(), re.DOTALL)
     assert table is not None and tuple(re.findall(r'"(\w+)"', table[1])) == _limits._KERNELS
     words = (WORDS.split(", got")[0], " leading dims that strides keep apart", _limits._EXPECTED_NAMES["cuda", False])
     for text in (*words, _limits._EXPECTED_NAMES["cuda", True]):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.gpu
 EPS = 2.0**-8  # bfloat16
-MOST_WARPGROUP_KEYS = 1 << 18  # csrc/pipeline/slices.h
+MOST_WGMMA_KEYS = 1 << 18  # csrc/core/arithmetic.h
 
 
 def free(gib: float) -> None:
@@ -218,8 +218,8 @@ def test_long(L: int, S: int, causal: bool, dtype: torch.dtype) -> None:
 def test_workspace_stays_small_for_long_rows(kernel: Kernel, dtype: torch.dtype, width: int) -> None:
     """One row over millions of keys, and millions of rows over a few keys, within the workspace's cap and the rows' own size."""
     L, S = (2, width) if width > 1000 else (4_000_003, width)
-    if S > MOST_WARPGROUP_KEYS and kernel.capability:
-        pytest.skip(f"{kernel.name} takes {MOST_WARPGROUP_KEYS} keys at most")
+    if S > MOST_WGMMA_KEYS and kernel.capability:
+        pytest.skip(f"{kernel.name} takes {MOST_WGMMA_KEYS} keys at most")
     q, k, v = (torch.ones(1, 1, n, 8, device="cuda", dtype=dtype) for n in (L, S, S))
     needs(kernel, q, k, v)
     v[..., 0, :] = 0.0

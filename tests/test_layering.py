@@ -1,4 +1,4 @@
-"""Who may know whom: torch in csrc/binding only, PTX in csrc/device only, line budgets, no generated or leftover code."""
+"""Who may include whom in csrc/: a folder sees what lies below it, never its neighbour. Torch, PTX, exits, line budgets."""
 
 import re
 from pathlib import Path
@@ -10,22 +10,57 @@ CSRC = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh"
 PYTHON = [*sorted((ROOT / "attention_ext").rglob("*.py")), ROOT / "setup.py", ROOT / "setup_helpers.py"]
 
 
+# Folder -> folders it may include from, besides itself. A folder here stands for all below it that have no line of their own.
+SEES = {
+    "core": (),
+    "plan": ("core",),
+    "device": ("core",),
+    "gemm": ("core", "device"),
+    "attention": ("core",),  # params.h
+    "attention/visibility": ("core", "device", "gemm", "attention"),
+    "attention/softmax": ("core", "device", "gemm", "attention"),
+    "attention/pipeline": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+    "attention/sm90/fused": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+    "attention/sm90/pipeline": (
+        ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
+    ),
+    "linear": ("core", "plan", "device", "gemm"),
+    "binding": ("core", "plan", "attention", "attention/pipeline", "attention/sm90/fused", "attention/sm90/pipeline", "linear"),
+}
+
+
+def room(file: str) -> str:
+    """The folder of SEES that a file of csrc/ belongs to."""
+    folder = file.rpartition("/")[0]
+    while folder not in SEES:
+        assert folder, f"csrc/{file} lies in a folder without a line in SEES"
+        folder = folder.rpartition("/")[0]
+    return folder
+
+
 def test_sources_are_there() -> None:
-    assert any(p.name == "plan.cpp" for p in CSRC)
-    assert any(p.parent.name == "binding" for p in CSRC)
+    assert {room(str(path.relative_to(ROOT / "csrc"))) for path in CSRC} == set(SEES)
+
+
+@pytest.mark.parametrize("path", CSRC, ids=lambda p: str(p.relative_to(ROOT)))
+def test_includes(path: Path) -> None:
+    file = str(path.relative_to(ROOT / "csrc"))
+    for included in re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE):
+        assert (ROOT / "csrc" / included).is_file(), f"{included} is not named from csrc/ on"
+        assert room(included) in (room(file), *SEES[room(file)]), f"{room(file)} does not see {room(included)}"
 
 
 @pytest.mark.parametrize("path", CSRC, ids=lambda p: str(p.relative_to(ROOT)))
 def test_layers(path: Path) -> None:
     text = path.read_text()
-    if path.parent.name != "binding":
+    above = path.relative_to(ROOT / "csrc").parts[0]
+    if above != "binding":
         assert not re.search(r'#include\s*[<"](torch|ATen|c10|Python)', text), "torch headers stand in csrc/binding only"
-    if path.parent.name != "device":
-        assert not re.search(r"\basm\b", text), "PTX stands in csrc/device only"
-    if path.name in {"plan.h", "plan.cpp"}:
-        assert "cuda" not in "\n".join(re.findall(r"#include.*", text)), "the plan is pure host code"
-    if path.parent.name == "pipeline" or path.suffix == ".cu":
         assert not re.search(r"\b(exit|abort)\s*\(", text), "nothing exits"
+    if above != "device":
+        assert not re.search(r"\basm\b", text), "PTX stands in csrc/device only"
+    if above == "plan":
+        assert "cuda" not in "\n".join(re.findall(r"#include.*", text)), "the plan is pure host code"
 
 
 @pytest.mark.parametrize("path", CSRC, ids=lambda p: str(p.relative_to(ROOT)))

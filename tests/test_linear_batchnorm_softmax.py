@@ -149,7 +149,9 @@ def repeated(operator, *args) -> tuple[Tensor, ...]:
 
 @gpu
 @modes
-@pytest.mark.parametrize(("kernel", "dtype"), [(k, d) for k in BY_NAME for d in (torch.float32, *(() if k == "split" else HALVES))])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"), [(k, d) for k in BY_NAME for d in (torch.float32, *(() if k == "split_half" else HALVES))]
+)
 def test_more_than_65535_rows_by_each_kernel(kernel: str, dtype: torch.dtype, training: bool, poison_all: None) -> None:
     by = partial(repeated, layer_by(kernel))
     reference.settle(lambda: check_layer(make(700, 520, 5, dtype=dtype, training=training, device="cuda"), by))

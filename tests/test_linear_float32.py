@@ -162,7 +162,7 @@ def test_infinities_and_nan_of_each_kernel(kernel: str) -> None:
 @gpu
 def test_kernels_that_are_none() -> None:
     x, w = normal(4, 0, device="cuda"), normal(5, 0, device="cuda")
-    for kernel in ("fast", "split"):  # the second takes no empty sums
+    for kernel in ("fast", "split_half"):  # the second takes no empty sums
         with pytest.raises(RuntimeError, match=r"^attention_ext: kernel_name: expected .*, got "):
             by(kernel, x, w)
 

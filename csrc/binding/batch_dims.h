@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "../params.h"
+#include "core/tensors.h"
 
 namespace attention_ext {
 

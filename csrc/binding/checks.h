@@ -3,7 +3,8 @@
 
 #include <cmath>
 
-#include "tensors.h"
+#include "binding/tensors.h"
+#include "core/tensors.h"
 
 #ifndef ATTENTION_EXT_BUILT_FOR
 #define ATTENTION_EXT_BUILT_FOR "unknown architectures"

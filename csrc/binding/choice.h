@@ -4,18 +4,20 @@
 #include <algorithm>
 #include <string>
 
-#include "../plan.h"
-#include "../sm90/tensor_map.h"
-#include "tensors.h"
+#include "attention/sm90/fused/fused.h"
+#include "attention/sm90/pipeline/products.h"
+#include "binding/tensors.h"
+#include "core/tensor_map.h"
+#include "plan/plan.h"
 
 namespace attention_ext {
 
 inline bool takes(Kernel kernel, const ForwardParams& params) {
   switch (kernel) {
     case Kernel::kPipeline: return true;
-    case Kernel::kSm90_512: return fused_forward_512_takes(params);
-    case Kernel::kSm90_1024: return fused_forward_1024_takes(params);
-    case Kernel::kSm90Pipeline: return product_pipeline_takes(params);
+    case Kernel::kSm90Fused512: return fused_forward_512_takes(params);
+    case Kernel::kSm90Fused1024: return fused_forward_1024_takes(params);
+    case Kernel::kSm90Pipeline: return wgmma_pipeline_takes(params);
   }
   return false;
 }

@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "plan.h"
+#include "plan/plan.h"
 
 namespace attention_ext {
 namespace {

@@ -1,6 +1,7 @@
 // Between torch tensors and the plain structs of params.h: checks, layouts, allocation, views, errors.
 #pragma once
 
+#include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -14,8 +15,8 @@
 #include <utility>
 #include <vector>
 
-#include "../params.h"
-#include "batch_dims.h"
+#include "binding/batch_dims.h"
+#include "core/tensors.h"
 
 namespace attention_ext {
 

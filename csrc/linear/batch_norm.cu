@@ -3,9 +3,11 @@
 // Training: means and squares of 16 rows each are joined (Chan, Golub, LeVeque 1979), in double: mean = sum n_i mean_i / M,
 // var = (sum squares_i + sum n_i (mean_i - mean)^2) / M. Evaluation: the running statistics.
 // Grid: one CTA per 32 features; 32 x 8 threads, whose warps each take every eighth part. Shared memory: 2 KB.
-#include "../device/types.cuh"
-#include "../gemm/tile.cuh"
-#include "linear_params.h"
+#include "core/arithmetic.h"
+#include "core/tensors.h"
+#include "device/common/types.cuh"
+#include "gemm/sm80/tile.cuh"
+#include "linear/params.h"
 
 namespace attention_ext {
 namespace {

@@ -5,11 +5,13 @@
 // 2. Rows up to 8192 (4096 of double) stay in registers: maximum by warp shuffles, exponentials, sum by warp shuffles. Wider rows are read three times.
 // 3. As torch.softmax: NaN where a row has a NaN or an infinity, or nothing but -inf.
 // Grid: one CTA of 256 threads per 8 rows (warp per row) or per row.
-#include "../device/math.cuh"
-#include "../device/types.cuh"
-#include "../gemm/tile.cuh"
-#include "../pipeline/row_reduce.cuh"
-#include "linear_params.h"
+#include "core/arithmetic.h"
+#include "core/tensors.h"
+#include "device/common/math.cuh"
+#include "device/common/row_reduce.cuh"
+#include "device/common/types.cuh"
+#include "gemm/sm80/tile.cuh"
+#include "linear/params.h"
 
 namespace attention_ext {
 namespace {

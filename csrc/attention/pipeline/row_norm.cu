@@ -1,0 +1,87 @@
+// Backward: the factor that makes the recomputed probabilities of a row sum to 1, applied in place where it is not 1.
+//
+// P = exp(score - lse) takes lse as the forward rounded it. At |lse| = 3e5 float's spacing is 0.03, so P is off by 3 %, and a row of
+// finfo.min has lost the sum's share altogether; the error is one factor for the whole row, and a sum finds it.
+// 1. One warp per row sums it, lanes over quads of columns, by shuffles in a fixed order.
+// 2. A sum within T's precision of 1 is right: rounding every probability again would cost more than it mends.
+// Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.
+#include "attention/pipeline/params.h"
+#include "core/arithmetic.h"
+#include "device/common/batch.cuh"
+#include "device/common/math.cuh"
+#include "device/common/types.cuh"
+#include "gemm/sm80/tile.cuh"
+
+namespace attention_ext {
+namespace {
+
+constexpr int kCtaThreads = 256, kRowsPerCta = kCtaThreads / 32;
+
+template <class T>
+constexpr double kTolerance = 0;
+template <>
+constexpr double kTolerance<__half> = 1.0 / 1024;
+template <>
+constexpr double kTolerance<__nv_bfloat16> = 1.0 / 128;
+
+template <class T>
+__global__ void __launch_bounds__(kCtaThreads) row_norm_kernel(const __grid_constant__ RowNormParams p, int64_t first_row) {
+  using Acc = Accumulator<T>;
+  const int64_t flat_row = first_row + static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / 32;
+  if (flat_row >= p.slice.batch_count * p.slice.row_count) return;  // a whole warp
+  int64_t slice_index, slice_row;
+  divide(flat_row, p.slice.row_count, slice_index, slice_row);
+  const int64_t row = p.slice.row_begin + slice_row;
+  const int keys = static_cast<int>(p.slice.col_count);
+  const int visible = p.causal ? static_cast<int>(min(row + 1, p.slice.col_count)) : keys;
+
+  T* g_row = static_cast<T*>(p.probabilities.data) + slice_index * p.probabilities.slice_stride +
+             slice_row * p.probabilities.row_stride;
+  Acc sum = 0;
+  for (int col = threadIdx.x % 32 * 4; col < visible; col += 128) {
+    Acc quad[4];
+    load_quad<T>(quad, g_row, col, visible, 1, true);
+    sum += quad[0] + quad[1] + (quad[2] + quad[3]);
+  }
+  sum = warp_sum(sum);
+  const Acc error = sum > Acc(1) ? sum - Acc(1) : Acc(1) - sum;
+  // Written so that NaN stays NaN and an empty row stays 0.
+  const Acc norm = sum == Acc(0) || error <= Acc(kTolerance<T>) ? Acc(1) : Acc(1) / sum;
+  if (threadIdx.x % 32 == 0) static_cast<Acc*>(p.norm)[(p.slice.batch_begin + slice_index) * p.L + row] = norm;
+  if (norm == Acc(1)) return;
+  for (int col = threadIdx.x % 32 * 4; col < visible; col += 128) {
+    Acc quad[4];
+    load_quad<T>(quad, g_row, col, visible, 1, true);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) quad[e] *= norm;
+    store_quad(g_row, col, visible, 1, true, quad);
+  }
+}
+
+template <class T>
+cudaError_t launch_typed(const RowNormParams& params, cudaStream_t stream) {
+  constexpr int64_t kMaxBlocks = 0x7fffffff;
+  const int64_t rows = params.slice.batch_count * params.slice.row_count;
+  for (int64_t first = 0; first < rows; first += kMaxBlocks * kRowsPerCta) {
+    const int64_t blocks = ceil_div(rows - first, kRowsPerCta);
+    row_norm_kernel<T>
+        <<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kCtaThreads, 0, stream>>>(params, first);
+    const cudaError_t status = cudaGetLastError();
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t launch_row_norm(const RowNormParams& params, cudaStream_t stream) {
+  switch (params.type) {
+    case DataType::kHalf: return launch_typed<__half>(params, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
+    case DataType::kFloat: return launch_typed<float>(params, stream);
+    case DataType::kDouble: return launch_typed<double>(params, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,23 @@
+// The fused forward for head dims up to 1024, any Ev: a CTA takes all columns of values in passes, or the CTAs that share those of a tile
+// of rows each compute its scores.
+#include "attention/sm90/fused/fused.h"
+#include "attention/sm90/fused/launch.cuh"
+
+namespace attention_ext {
+namespace {
+
+template <class T>
+cudaError_t launch_typed(const ForwardParams& params, cudaStream_t stream) {
+  return params.E <= 768 ? launch_class<T, 768>(params, stream) : launch_class<T, 1024>(params, stream);
+}
+
+}  // namespace
+
+bool fused_forward_1024_takes(const ForwardParams& params) { return fused_forward_takes(params, 1024); }
+
+cudaError_t fused_forward_1024(const ForwardParams& params, cudaStream_t stream) {
+  if (!fused_forward_1024_takes(params)) return cudaErrorInvalidValue;
+  return params.type == DataType::kHalf ? launch_typed<__half>(params, stream) : launch_typed<__nv_bfloat16>(params, stream);
+}
+
+}  // namespace attention_ext

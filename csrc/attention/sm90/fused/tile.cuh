@@ -1,0 +1,128 @@
+// The tile policy of the fused kernels for Hopper: one table of head-dim classes, and the layout of shared memory that follows.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "device/common/batch.cuh"
+#include "device/sm90/tma.cuh"
+
+namespace attention_ext {
+
+// What a class of head dims bounds. The kernel works in steps of 64 of E and leaves out those that a problem lacks; of Ev it leaves out
+// the loads, and multiplies all columns of the class.
+struct FusedTileShape {
+  int query_steps;  // of 64 of E that query has room for in shared memory
+  int value_steps;  // of 64 of Ev in each of the two consumer warpgroups' registers
+  int slots;        // of 16 KB in each warpgroup's ring of key and value tiles
+};
+
+// Shared memory: query 8 KB a step, weights 2 x 16 KB, rings 2 x 16 KB a slot, within 227 KB. Registers: 32 accumulators a value
+// step and 64 scores a thread of 232; five value steps would leave nothing to compute with.
+constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
+  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5}   // 208 KB; a sixth slot would be 240
+         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5}   // 224 KB
+         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4}   // 208 KB; a fifth slot would be 240
+         : head_dim_class <= 512 ? FusedTileShape{8, 4, 4}   // 224 KB
+         : head_dim_class <= 768 ? FusedTileShape{12, 4, 3}  // 224 KB; CTAs share the columns of values, or take them in passes
+                                 : FusedTileShape{16, 4, 2};  // 224 KB; the same
+}
+
+constexpr int kFusedRows = 64;   // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
+constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read a third more of shared memory
+
+constexpr int kAllColumns = 1 << 30;  // of values that a CTA takes in passes; with more, CTAs share them
+
+// Blocks of keys whose visibility under a mask a CTA looks up in advance: all that kMostWgmmaKeys allow.
+constexpr int kTrackedBlocks = 2048;
+
+// Rows of a tile: whole queries of all heads of the group, which is how TMA brings them. At most 64 heads.
+constexpr __host__ __device__ int fused_tile_rows(int group) { return kFusedRows / group * group; }
+
+// One tile of work. It stays in shared memory, as registers are scarce.
+struct FusedWork {
+  uint32_t n_group;  // number of the group; its first query head is flat batch index n_group * group
+  int group;         // G: query heads per key head
+  int first_row;     // in the group's L * G rows
+  int rows;          // that exist from there on
+  int keys;          // that any row sees
+  int open_keys;     // that every row sees
+  int first_column;  // of values and of the output
+
+  // Tiles of a group are adjacent (they share keys and values in L2), causal: longest first; of one tile of rows the shares of columns.
+  __device__ __forceinline__ void init(const ForwardParams& p, uint32_t flat_tile, int share_columns) {
+    const int shares = (static_cast<int>(p.Ev) + share_columns - 1) / share_columns;
+    group = p.key.group;
+    const int tile_rows = fused_tile_rows(group);
+    const int m_tiles = (static_cast<int>(p.L) * group + tile_rows - 1) / tile_rows;
+    first_column = flat_tile % shares * share_columns;
+    flat_tile /= shares;
+    n_group = flat_tile / m_tiles;
+    int tile = flat_tile % m_tiles;
+    if (p.causal) tile = m_tiles - 1 - tile;
+    first_row = tile * tile_rows;
+    rows = min(static_cast<int>(p.L) * group - first_row, tile_rows);
+    keys = open_keys = static_cast<int>(p.S);
+    if (p.causal) {
+      keys = min(keys, query_of(rows - 1) + 1);
+      open_keys = min(open_keys, query_of(0) + 1);
+    }
+  }
+  __device__ __forceinline__ int query_of(int row) const { return (first_row + row) / group; }
+  __device__ __forceinline__ uint32_t head_of(int row) const { return n_group * group + (first_row + row) % group; }
+  __device__ __forceinline__ int blocks() const { return (keys + kFusedKeys - 1) / kFusedKeys; }
+  // Offset of a row of the tile in a view (N, L, ..); of the last row for rows that do not exist.
+  __device__ __forceinline__ int64_t offset_of_row(const BatchDims& batch, const MatrixView& view, int row) const {
+    row = min(row, rows - 1);
+    return batch_offset(batch, view, head_of(row), 0) + query_of(row) * view.row_stride;
+  }
+  // Slots of values that a block fills, each of slot_keys.
+  __device__ __forceinline__ int value_slots(int block, int slot_keys) const {
+    return (min(keys - block * kFusedKeys, kFusedKeys) + slot_keys - 1) / slot_keys;
+  }
+};
+
+template <class T_, int kClass>
+struct FusedTile {
+  using T = T_;
+  static constexpr FusedTileShape kShape = fused_tile_shape(kClass);
+  static constexpr int kM = kFusedRows;
+  static constexpr int kN = kFusedKeys;
+  static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
+  // Keys of a slot of values: 32 x 256 is as much as 128 x 64 of keys.
+  static constexpr int kValueKeys = kShape.value_steps == 1 ? 128 : kShape.value_steps == 2 ? 64 : 32;
+  static constexpr int kQuerySteps = kShape.query_steps;
+  static constexpr int kValueSteps = kShape.value_steps;
+  static constexpr int kSlots = kShape.slots;
+  static constexpr int kShareColumns = 2 * kValueSteps * kStep;  // of values that registers hold the output of
+  // Of a class that is wider a CTA may take all columns in passes, where two blocks are all keys and their weights stay in shared memory.
+  static constexpr bool kPasses = kClass > kShareColumns;
+  static constexpr int kConsumers = 2;  // warpgroups that multiply; one more loads
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static_assert(128 * (kConsumers * kConsumerRegisters + kProducerRegisters) <= 65536, "an SM has 65,536 registers");
+
+  // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
+  struct Shared {
+    alignas(1024) T query[kQuerySteps][kM * kStep];
+    alignas(1024) T weights[kConsumers][kN / kStep][kM * kStep];
+    alignas(1024) T ring[kConsumers][kSlots][kN * kStep];
+    FusedWork work[2 * kConsumers + 1];                 // of each consumer, of each ring's producer, of the query's
+    TensorPosition key[kConsumers], value[kConsumers];  // each ring's matrices in the maps
+    float reference[kConsumers][kM];                    // that a block's weights are relative to
+    float factor[kConsumers][kM];                       // from the reference before to this one
+    float sum[kConsumers][kM];
+    int64_t mask_row[kM];                   // offset of the mask's row, where there is a mask
+    uint32_t visible[kTrackedBlocks / 32];  // a bit per block of keys, where there is a mask
+    uint64_t query_full;                    // TMA arrives with the query's bytes; the consumers wait
+    uint64_t query_empty;                   // the consumers' 8 warps arrive; the query's producer waits
+    uint64_t full[kConsumers][kSlots];      // a ring's slot: TMA arrives with its bytes; its warpgroup waits
+    uint64_t empty[kConsumers][kSlots];     // the warpgroup's 4 warps arrive; the ring's producer waits
+    uint64_t weights_ready[kConsumers];     // the 32 threads that write the rows' numbers arrive; both warpgroups wait
+    uint64_t weights_free[kConsumers];      // the other warpgroup's 128 threads arrive; the one that makes them waits
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+  static_assert(kValueSteps * kStep * kValueKeys <= kN * kStep, "a slot of values fits where one of keys does");
+};
+
+}  // namespace attention_ext

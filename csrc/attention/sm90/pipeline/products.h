@@ -1,0 +1,14 @@
+// The pipeline's two products by wgmma, on Hopper.
+#pragma once
+
+#include "attention/pipeline/params.h"
+
+namespace attention_ext {
+
+// The same as qk_scores (as exponentials) and scores_values, by warpgroups on Hopper: half types, operands that its TMA takes.
+cudaError_t launch_wgmma_scores(const QkScoresParams& params, cudaStream_t stream);
+cudaError_t launch_wgmma_values(const ScoresValuesParams& params, cudaStream_t stream);
+
+bool wgmma_pipeline_takes(const ForwardParams& params);
+
+}  // namespace attention_ext

@@ -1,0 +1,211 @@
+// Stage 1 of the pipeline by warpgroups (Hopper): exp(score - reference of its segment of 64 keys) in half precision with the
+// segments' statistics, for one slice; what pipeline/qk_scores.cu does there for half types.
+//
+// Product of block tiles of 128 queries by 256 keys, gemm/warpgroup_mainloop.cuh. In the epilogue a segment lies in the registers of
+// four lanes: maximum, exponentials, sums, two shuffles each, and the sum of what was rounded by a product with ones; then through shared
+// memory to rows of 128 bytes.
+// Grid: one CTA an SM, which stays; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
+#include "attention/sm90/pipeline/products.h"
+#include "attention/softmax/segment.cuh"
+#include "attention/visibility/score_modifier.cuh"
+#include "core/arithmetic.h"
+#include "core/tensor_map.h"
+#include "device/sm80/mma.cuh"
+#include "gemm/sm90/mainloop.cuh"
+
+namespace attention_ext {
+namespace {
+
+template <class Tile>
+struct WgmmaScoresWork {
+  using T = typename Tile::T;
+  static constexpr int kSegments = Tile::kN / kSegment;
+
+  const QkScoresParams& p;
+
+  struct Place : ScorePlace {
+    int steps;
+    TensorPosition a, b;
+  };
+  struct Nothing {};
+
+  __device__ __forceinline__ int m_tiles() const { return static_cast<int>((p.slice.row_count + Tile::kM - 1) / Tile::kM); }
+  __device__ __forceinline__ int n_tiles() const { return static_cast<int>((p.slice.col_count + Tile::kN - 1) / Tile::kN); }
+  __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
+
+  __device__ __forceinline__ Place aim(int64_t tile) const {
+    Place at;
+    static_cast<ScorePlace&>(at) =
+        score_place<Tile>(p.slice, p.causal, tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0));
+    at.steps = at.hidden ? 0 : static_cast<int>((p.E + Tile::kK - 1) / Tile::kK);
+    at.a.at[0] = at.b.at[0] = 0;
+    at.a.at[1] = at.row;
+    at.b.at[1] = at.col;
+    set_batch(at.a, p.batch, p.query, static_cast<uint32_t>(at.n));
+    set_batch(at.b, p.batch, p.key, static_cast<uint32_t>(at.n));
+    return at;
+  }
+  __device__ __forceinline__ Nothing fetch(const Place&, int) const { return {}; }
+
+  __device__ __forceinline__ void store(const Place& at, int row, Nothing, const float (&product)[Tile::kN / 2],
+                                        uint32_t s_strip) const {
+    const bool plain = p.mask_type == MaskType::kNone && !(p.causal && at.col + Tile::kN - 1 > at.row) && at.rows >= Tile::kM &&
+                       at.cols >= Tile::kN;
+    if (!plain || !store_plain(at, row, product, s_strip)) store_any(at, row, product, s_strip);
+  }
+
+  // A tile whose keys all exist and are visible: no score is computed, as the largest product is the largest score's. False where
+  // that, or the multiply-add that makes exponents of products, does not hold: then nothing is stored.
+  __device__ __forceinline__ bool store_plain(const Place& at, int row, const float (&product)[Tile::kN / 2],
+                                              uint32_t s_strip) const {
+    const float scale = static_cast<float>(p.scale), unit = scale * kLog2E;
+    float references[kSegments][2];
+    bool usual = scales_exponents(scale);
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float largest = scale * segment_max(product, segment, half);
+        references[segment][half] = segment_reference(largest);
+        usual = usual && fabsf(largest) < kLargeScore;
+      }
+    }
+    if (!__all_sync(0xffffffffu, usual)) return false;
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+      float x[kSegment / 2];
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) {
+        x[i] = exp2_approx(fmaf(product[segment * (kSegment / 2) + i], unit, -kLog2E * references[segment][i / 2 % 2]));
+      }
+      store_segment<true>(at, row, segment, x, references[segment], s_strip);
+    }
+    return true;
+  }
+
+  // Any tile. What store_plain does of a row is done here as well, so that no row depends on its neighbours.
+  __device__ __forceinline__ void store_any(const Place& at, int row, const float (&product)[Tile::kN / 2],
+                                            uint32_t s_strip) const {
+    const float scale = static_cast<float>(p.scale);
+    const bool products = p.mask_type == MaskType::kNone && scales_exponents(scale);
+    const float before = products ? 1.0f : scale, after = products ? scale : 1.0f;
+    const int64_t mask_offset = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+      if (segment * kSegment >= at.cols) break;
+      float x[kSegment / 2], references[2];
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; i += 2) {
+        const int pair_row = row + i / 2 % 2 * 8;
+        float pair[2] = {negative_infinity(0.0f), negative_infinity(0.0f)};
+        if (pair_row < at.rows) {
+          pair[0] = before * product[segment * (kSegment / 2) + i];
+          pair[1] = before * product[segment * (kSegment / 2) + i + 1];
+          finish_scores<T>(p, at, mask_offset, pair_row, segment * kSegment + i / 4 * 8 + threadIdx.x % 4 * 2, pair);
+        }
+        x[i] = pair[0];
+        x[i + 1] = pair[1];
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const SegmentExponent exponent(after * segment_max(x, 0, half), after);
+        references[half] = exponent.reference;
+#pragma unroll
+        for (int i = 0; i < kSegment / 2; ++i) {
+          if (i / 2 % 2 != half) continue;
+          x[i] = exponent.weight(exponent.large ? exponent.exponent(x[i]) : x[i]);
+        }
+      }
+      store_segment<false>(at, row, segment, x, references, s_strip);
+    }
+  }
+
+  // The largest of a segment of x in one of the thread's two rows.
+  template <int kCount>
+  static __device__ __forceinline__ float segment_max(const float (&x)[kCount], int segment, int half) {
+    float max = negative_infinity(0.0f);
+#pragma unroll
+    for (int i = 2 * half; i < kSegment / 2; i += 4) {
+      max = maximum(max, maximum(x[segment * (kSegment / 2) + i], x[segment * (kSegment / 2) + i + 1]));
+    }
+    return warp_max<4>(max);
+  }
+
+  // Exponentials x of a segment and its statistics, on their way to memory. kWhole: all of its rows and keys exist.
+  template <bool kWhole>
+  __device__ __forceinline__ void store_segment(const Place& at, int row, int segment, const float (&x)[kSegment / 2],
+                                                const float (&references)[2], uint32_t s_strip) const {
+    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+    uint32_t weights[kSegment / 4];
+    float sum[2] = {0.0f, 0.0f}, rounded_sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < kSegment / 4; ++i) {
+      weights[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
+      sum[i % 2] += x[2 * i];
+      sum[i % 2] += x[2 * i + 1];
+    }
+    const uint32_t ones = pack_pair<T>(1.0f, 1.0f);  // the sums of what was rounded: a product with columns of ones
+#pragma unroll
+    for (int i = 0; i < kSegment / 4; i += 4) mma_16x8x16<T>(rounded_sum, weights + i, ones, ones);
+    float4* g_statistics = static_cast<float4*>(p.statistics.data) + at.slice_index * p.statistics.slice_stride +
+                           (at.slice_row + row) * p.statistics.row_stride + at.slice_col / kSegment + segment;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      sum[half] = warp_sum<4>(sum[half]);
+      if (lane % 4 == 0 && (kWhole || row + 8 * half < at.rows)) {
+        g_statistics[8 * half * p.statistics.row_stride] = {references[half], sum[half], rounded_sum[2 * half], 0.0f};
+      }
+    }
+    T* g_out = static_cast<T*>(p.out.data) + at.slice_index * p.out.slice_stride +
+               (at.slice_row + warp_row + lane / 8) * p.out.row_stride + at.slice_col + segment * kSegment + lane % 8 * 8;
+    for_each_chunk<T, 4>(weights, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
+      // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
+      if (kWhole || (warp_row + chunk_row < at.rows && segment * kSegment + chunk_col < at.cols)) {
+        *reinterpret_cast<uint4*>(g_out + (chunk_row - lane / 8) * p.out.row_stride) = *reinterpret_cast<const uint4*>(chunk);
+      }
+    });
+  }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    wgmma_scores_kernel(const __grid_constant__ QkScoresParams p, const __grid_constant__ WgmmaMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  run_wgmma_tiles<Tile>(WgmmaScoresWork<Tile>{p}, maps);
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
+}
+
+template <class T>
+cudaError_t launch_typed(const QkScoresParams& params, int64_t keys, cudaStream_t stream) {
+  using Tile = WgmmaTile<T, false>;
+  WgmmaMaps maps;
+  cudaError_t status = make_tensor_map(maps.a, params.type, params.batch, params.query, params.L, params.E, Tile::kM);
+  if (status == cudaSuccess) status = make_tensor_map(maps.b, params.type, params.batch, params.key, keys, params.E, Tile::kN);
+  if (status != cudaSuccess) return status;
+  const int64_t tiles =
+      ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.slice.col_count, Tile::kN) * params.slice.batch_count;
+  return launch_wgmma_tiles<Tile>(wgmma_scores_kernel<Tile>, params, maps, tiles, stream);
+}
+
+}  // namespace
+
+bool wgmma_pipeline_takes(const ForwardParams& params) {
+  const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
+  const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
+  return half_type && not_empty && params.S <= kMostWgmmaKeys && params.N < int64_t{1} << 31 &&
+         tensor_map_takes(params.batch, params.query, params.L) && tensor_map_takes(params.batch, params.key, params.S) &&
+         tensor_map_takes(params.batch, params.value, params.S);
+}
+
+cudaError_t launch_wgmma_scores(const QkScoresParams& params, cudaStream_t stream) {
+  const int64_t keys = params.slice.col_begin + params.slice.col_count;
+  switch (params.type) {
+    case DataType::kHalf: return launch_typed<__half>(params, keys, stream);
+    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, keys, stream);
+    default: return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace attention_ext

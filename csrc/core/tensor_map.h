@@ -1,0 +1,25 @@
+// Tensor maps for TMA, from the views that kernels share.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include "core/tensors.h"
+
+namespace attention_ext {
+
+// Whether TMA takes the view's matrices: adjacent columns, rows on 16-byte boundaries that do not overlap, at most three
+// batch dims. `rows` of the matrix.
+bool tensor_map_takes(const BatchDims& batch, const MatrixView& view, int64_t rows);
+
+// The map of a view (batch dims..., rows, cols), innermost first: cols, rows, then up to three batch dims (the last one divided by
+// the view's group; one entry where it is broadcast). Boxes of box_rows x 64 columns, swizzled by 128 bytes; zeros outside.
+cudaError_t make_tensor_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int64_t rows,
+                            int64_t cols, int box_rows);
+
+// The map of queries (batch dims..., Hq, L, E) whose heads belong to groups: cols, heads of a group, rows, groups, leading dim. Boxes of
+// box_rows queries of all heads of a group by 64 columns. At most two batch dims.
+cudaError_t make_group_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int group,
+                           int64_t rows, int64_t cols, int box_rows);
+
+}  // namespace attention_ext

@@ -1,0 +1,44 @@
+// What warpgroups of one CTA do among themselves: registers moved between them, barriers of some warps, proxies. sm_90a.
+#pragma once
+
+#include <cstdint>
+
+namespace attention_ext {
+
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
+}
+
+// True in one thread of a whole warp. The compiler knows it is one, and issues the copies behind it without a loop over threads.
+__device__ __forceinline__ bool elect_thread() {
+  uint32_t elected;
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(elected));
+  return elected != 0;
+}
+
+// Barrier number `barrier` (1 to 15) among `threads` threads. Not bar.sync, the aligned form: warps of different roles meet here from
+// different places of the code.
+__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// Keeps the compiler from moving reads of memory across, and so from holding many results in registers.
+__device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
+
+// Makes this thread's writes to shared memory visible to wgmma and TMA.
+__device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+
+// Stores four 8 x 8 matrices of 16-bit elements: register i holds this lane's two elements (row lane / 4, columns lane % 4 * 2) of
+// matrix i; lane 8 i + r gives the address of row r of matrix i.
+__device__ __forceinline__ void store_matrices(uint32_t s_row, uint32_t m0, uint32_t m1, uint32_t m2, uint32_t m3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(s_row), "r"(m0), "r"(m1), "r"(m2),
+               "r"(m3)
+               : "memory");
+}
+
+}  // namespace attention_ext

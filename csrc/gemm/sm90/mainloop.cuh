@@ -1,0 +1,226 @@
+// The tiled main loop of matrix products by warpgroups (Hopper): C[128, 256] = sum over k of A[m, k] * B[k, n], tile after tile.
+//
+// 1. CTAs stay, one an SM, and take every gridDim.x-th tile. One thread loads steps of 64 in k with TMA, kStages buffers
+//    ahead, on into the next tile while the epilogue of this one runs.
+// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers. Operands of two terms (Tile::kTerms) take three
+//    products, whose sum over a step joins the result by float additions: Tensor Cores truncate as they add.
+// 3. They hand it to the epilogue.
+//
+// `Work` is what differs between kernels:
+//   tiles()                       how many there are
+//   aim(tile)                     Place of a tile: at least `steps` (0: left out) and the positions `a` and `b` of its first boxes
+//   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and 8 below, read ahead so that its latency is hidden
+//   store(place, row, fetched, product, s_strip)   the epilogue
+// Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, while products of the tile before run.
+#pragma once
+
+#include "device/sm80/cp_async.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tma.cuh"
+#include "device/sm90/warpgroup.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "gemm/sm90/strip.cuh"
+#include "gemm/sm90/tile.cuh"
+
+namespace attention_ext {
+
+constexpr int kBarrierSkew = 1;  // of bar.sync; 0 is __syncthreads
+
+struct WgmmaMaps {
+  CUtensorMap a, b;  // boxes of kM rows; of kN rows, or of 64 rows with kColumnsB. Terms are the innermost batch dim
+};
+
+template <class Tile, class Work>
+__device__ __forceinline__ void load_tiles(const Work& work, const WgmmaMaps& maps, typename Tile::Shared& shared) {
+  using T = typename Tile::T;
+  RingPlace<Tile::kStages> ring;
+  const int64_t tiles = work.tiles();
+  auto place = work.aim(blockIdx.x);
+  const auto load_step = [&] {
+    mbarrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
+    const uint32_t full = shared_address(&shared.full[ring.slot]);
+    mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+    tma_load(shared_address(shared.stage[ring.slot].a[0]), &maps.a, place.a, full);
+    const uint32_t s_b = shared_address(shared.stage[ring.slot].b[0]);
+    if constexpr (Tile::kTerms == 2) {
+      tma_load(s_b, &maps.b, place.b, full);
+      place.a.at[2] = place.b.at[2] = 1;
+      tma_load(shared_address(shared.stage[ring.slot].a[1]), &maps.a, place.a, full);
+      tma_load(shared_address(shared.stage[ring.slot].b[1]), &maps.b, place.b, full);
+      place.a.at[2] = place.b.at[2] = 0;
+      place.b.at[0] += Tile::kK;
+    } else if constexpr (Tile::kColumnsB) {
+      TensorPosition box = place.b;
+#pragma unroll
+      for (int i = 0; i < Tile::kColumnBoxes; ++i) {
+        tma_load(s_b + i * 64 * Tile::kK * sizeof(T), &maps.b, box, full);
+        box.at[0] += 64;
+      }
+      place.b.at[1] += Tile::kK;
+    } else {
+      tma_load(s_b, &maps.b, place.b, full);
+      place.b.at[0] += Tile::kK;
+    }
+    place.a.at[0] += Tile::kK;
+    ring.advance();
+  };
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    if (place.steps > 0) load_step();
+    const auto next = work.aim(tile + gridDim.x < tiles ? tile + gridDim.x : tile);
+#pragma unroll 1
+    for (int step = 1; step < place.steps; ++step) load_step();
+    place = next;
+  }
+}
+
+// What a warpgroup's products of one step read: descriptors of its rows of A and of B.
+template <class Tile>
+struct StepOperands {
+  uint64_t a[Tile::kTerms], b[Tile::kTerms];
+  __device__ __forceinline__ StepOperands(typename Tile::Stage& stage, int consumer) {
+    using T = typename Tile::T;
+#pragma unroll
+    for (int term = 0; term < Tile::kTerms; ++term) {
+      a[term] = matrix_descriptor(shared_address(stage.a[term]) + consumer * 64 * Tile::kK * sizeof(T), 1024, 0);
+      b[term] = matrix_descriptor(shared_address(stage.b[term]), 1024, 64 * Tile::kK * sizeof(T));
+    }
+  }
+  // sums += A's term . B's term over the step.
+  __device__ __forceinline__ void multiply(float (&sums)[Tile::kN / 2], int term_a, int term_b, bool fresh) const {
+    using T = typename Tile::T;
+#pragma unroll
+    for (int k = 0; k < Tile::kK; k += 16) {
+      const int b_offset = (Tile::kColumnsB ? k * 64 : k) * sizeof(T);
+      wgmma<T, Tile::kColumnsB>(sums, a[term_a] + k * sizeof(T) / 16, b[term_b] + b_offset / 16, fresh && k == 0);
+    }
+  }
+};
+
+template <class Tile, class Work>
+__device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::Shared& shared, int consumer) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, row = consumer * 64 + warp * 16 + lane / 4;
+  const uint32_t s_strip = Tile::strip_address(shared, consumer * 4 + warp);
+  const auto release = [&](int slot) {
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.empty[slot]));
+  };
+  RingPlace<Tile::kStages> ring;
+  float product[Tile::kN / 2];
+  // The second warpgroup begins kSkew steps behind the first, and so it stays: the epilogue of one then falls into products of the
+  // other, which alone has all of the Tensor Cores.
+  bool leads = consumer == 0;
+  if (!leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+  const auto let_follow = [&](int step, int steps) {
+    if (leads && (step == Tile::kSkew - 1 || step == steps - 1)) {
+      barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+      leads = false;
+    }
+  };
+  const int64_t tiles = work.tiles();
+  auto place = work.aim(blockIdx.x);
+  auto fetched = work.fetch(place, row);
+#pragma unroll 1
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    auto next = place;
+    auto next_fetched = fetched;
+    const auto look_ahead = [&] {
+      if (tile + gridDim.x >= tiles) return;
+      next = work.aim(tile + gridDim.x);
+      next_fetched = work.fetch(next, row);
+    };
+    if (place.steps == 0) {
+      look_ahead();
+    } else if constexpr (Tile::kTerms == 2) {
+#pragma unroll
+      for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+      for (int step = 0; step < place.steps; ++step) {
+        float sums[Tile::kN / 2];
+        mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+        const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
+        wgmma_fence();
+        operands.multiply(sums, 1, 0, true);  // the small ones first, while there is little to truncate
+        operands.multiply(sums, 0, 1, false);
+        operands.multiply(sums, 0, 0, false);
+        wgmma_commit();
+        let_follow(step, place.steps);
+        if (step == place.steps - 1) look_ahead();
+        wgmma_wait<0>();
+        pin_registers(sums);
+        release(ring.slot);
+        ring.advance();
+#pragma unroll
+        for (int i = 0; i < Tile::kN / 2; ++i) product[i] += sums[i];
+      }
+      work.store(place, row, fetched, product, s_strip);
+    } else {
+      int previous = 0;
+      for (int step = 0; step < place.steps; ++step) {
+        mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+        const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
+        wgmma_fence();
+        operands.multiply(product, 0, 0, step == 0);
+        wgmma_commit();
+        wgmma_wait<1>();  // the step before this one is done
+        if (step > 0) release(previous);
+        let_follow(step, place.steps);
+        previous = ring.slot;
+        ring.advance();
+      }
+      look_ahead();
+      wgmma_wait<0>();
+      pin_registers(product);
+      release(previous);
+      work.store(place, row, fetched, product, s_strip);
+    }
+    place = next;
+    fetched = next_fetched;
+  }
+  if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
+}
+
+// The body of a kernel.
+template <class Tile, class Work>
+__device__ __forceinline__ void run_wgmma_tiles(const Work& work, const WgmmaMaps& maps) {
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  if (threadIdx.x == Tile::kThreads - 1) {
+    tma_prefetch_map(&maps.a);
+    tma_prefetch_map(&maps.b);
+  }
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      mbarrier_init(shared_address(&shared.full[stage]), 1);
+      mbarrier_init(shared_address(&shared.empty[stage]), 4 * Tile::kConsumers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  if (warpgroup == Tile::kConsumers) {
+    give_registers<Tile::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
+    if (warp == 0 && elect_thread()) load_tiles<Tile>(work, maps, shared);
+  } else {
+    take_registers<Tile::kConsumerRegisters>();
+    multiply_tiles<Tile>(work, shared, warpgroup);
+  }
+}
+
+// One CTA for every SM, or fewer where there are fewer tiles.
+template <class Tile, class Params>
+cudaError_t launch_wgmma_tiles(void (*kernel)(Params, WgmmaMaps), const Params& params, const WgmmaMaps& maps, int64_t tiles,
+                               cudaStream_t stream) {
+  if (tiles == 0) return cudaSuccess;
+  int device = 0, sms = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
+  if (status == cudaSuccess) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  }
+  if (status != cudaSuccess) return status;
+  kernel<<<static_cast<unsigned>(tiles < sms ? tiles : sms), Tile::kThreads, kSharedBytes, stream>>>(params, maps);
+  return cudaGetLastError();
+}
+
+}  // namespace attention_ext

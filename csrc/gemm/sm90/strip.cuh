@@ -1,0 +1,51 @@
+// A result of wgmma on its way from registers to memory.
+#pragma once
+
+#include "core/tensors.h"
+#include "device/common/types.cuh"
+#include "device/sm80/cp_async.cuh"
+#include "device/sm90/warpgroup.cuh"
+#include "device/sm90/wgmma.cuh"
+
+namespace attention_ext {
+
+// A warp's 16 x 64 part of the result on its way to memory: as whole rows of 128 bytes, 16 bytes a lane. pairs[i]: this thread's
+// adjacent elements 2 i and 2 i + 1 of the strip, as wgmma leaves them, in T. visit(row, col, chunk) for every eight columns of the
+// strip, `chunk` where they lie in shared memory. kUnroll: of the four visits; code that runs once a CTA is better short, as it is
+// fetched from L2.
+template <class T, int kUnroll, class Visit>
+__device__ __forceinline__ void for_each_chunk(const uint32_t (&pairs)[16], uint32_t s_strip, Visit visit) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int tile = 0; tile < 8; tile += 2) {
+    const uint32_t* m = pairs + 2 * tile;
+    store_matrices(s_strip + swizzled(lane % 16, tile + lane / 16), m[0], m[1], m[2], m[3]);
+  }
+  __syncwarp();  // the strip is written
+#pragma unroll kUnroll
+  for (int pass = 0; pass < 4; ++pass) {
+    const int row = pass * 4 + lane / 8;
+    visit(row, lane % 8 * 8, static_cast<const T*>(shared_pointer(s_strip + swizzled(row, lane % 8))));
+  }
+  __syncwarp();  // the strip has been read
+}
+template <class T, int kUnroll, class Visit>
+__device__ __forceinline__ void for_each_chunk(const float (&values)[32], uint32_t s_strip, Visit visit) {
+  uint32_t pairs[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) pairs[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
+  for_each_chunk<T, kUnroll>(pairs, s_strip, visit);
+}
+
+// Writes the eight columns from `col` on of a row that has `cols`, 16 bytes at once where the view allows.
+template <class T>
+__device__ __forceinline__ void store_chunk(T* g_row, int col, int cols, const MatrixView& view, const T* s_chunk) {
+  if (view.vector && col + 8 <= cols) {
+    *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(s_chunk);
+    return;
+  }
+#pragma unroll 1
+  for (int e = 0; e < min(8, cols - col); ++e) g_row[(col + e) * view.col_stride] = s_chunk[e];
+}
+
+}  // namespace attention_ext

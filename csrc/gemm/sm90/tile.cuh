@@ -1,0 +1,78 @@
+// The tiles of matrix products by warpgroups (Hopper) and the layouts of shared memory that follow.
+#pragma once
+
+#include <cstdint>
+
+#include "device/common/types.cuh"
+#include "device/sm80/cp_async.cuh"
+#include "gemm/sm80/tile.cuh"
+
+namespace attention_ext {
+
+// A's rows run along k (as weights, queries and keys lie); B's run along k, or, with kColumnsB, k counts its rows (values).
+template <class T_, bool kColumnsB_, int kN_ = 256>
+struct WgmmaTile {
+  using T = T_;
+  static constexpr bool kColumnsB = kColumnsB_;
+  static constexpr int kTerms = 1;  // whose sum an operand's element is
+  // Two warpgroups of 64 x 256: 128 accumulators a thread, as many as leave room for an epilogue, and the fewest reads of shared
+  // memory per product (10 KB per 64 x 256 x 16). One CTA an SM.
+  static constexpr int kM = 128, kN = kN_;
+  static constexpr int kK = 64;                      // a row of 128 bytes, the widest swizzle
+  static constexpr int kStages = kN == 256 ? 4 : 5;  // 192 or 200 KB; what is left holds the strips of the epilogue
+  static constexpr int kSkew = kStages - 2;          // steps that the second warpgroup begins behind the first
+  static constexpr int kConsumers = 2;               // warpgroups that multiply; one more loads
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kStripRows = 16, kStripCols = 64;  // of a warp's own rows, on their way out
+  static constexpr int kColumnBoxes = kN / 64;            // of 64 columns that B is loaded in with kColumnsB
+
+  struct Stage {
+    alignas(1024) T a[kTerms][kM * kK];
+    alignas(1024) T b[kTerms][kN * kK];  // with kColumnsB boxes of 64 columns, one after the other
+  };
+  struct Shared {
+    Stage stage[kStages];
+    alignas(1024) T strip[4 * kConsumers][kStripRows * kStripCols];  // swizzled as the operands are
+    uint64_t full[kStages];                                          // TMA arrives with a stage's bytes; the consumers wait
+    uint64_t empty[kStages];                                         // the consumers' 8 warps arrive; the producer waits
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+
+  // A warp's strip, for an epilogue that wants one.
+  static __device__ __forceinline__ uint32_t strip_address(Shared& shared, int warp) {
+    return shared_address(shared.strip[warp]);
+  }
+};
+
+// Operands in float, as two half terms each, high + low: a product is high . high + high . low + low . high, summed over a step of kK
+// on Tensor Cores and from there on in float registers.
+struct SplitHalfWgmmaTile {
+  using T = __half;
+  static constexpr bool kColumnsB = false;
+  static constexpr int kTerms = 2;
+  // Two warpgroups of 64 x 128: 64 accumulators of a step and 64 sums a thread; at n = 256 they would be all 255 registers.
+  static constexpr int kM = 128, kN = 128;
+  static constexpr int kK = 64;      // a row of 128 bytes; 12 products of 64 x 128 x 16 truncate, at most
+  static constexpr int kStages = 3;  // of 64 KB
+  static constexpr int kSkew = 1;    // a step is long, and three stages are few to be apart
+  static constexpr int kConsumers = 2;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kColumnBoxes = kN / 64;
+
+  struct Stage {
+    alignas(1024) T a[kTerms][kM * kK];  // high, low
+    alignas(1024) T b[kTerms][kN * kK];
+  };
+  struct Shared {
+    Stage stage[kStages];
+    uint64_t full[kStages];  // as above
+    uint64_t empty[kStages];
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+
+  static __device__ __forceinline__ uint32_t strip_address(Shared&, int) { return 0; }
+};
+
+}  // namespace attention_ext
