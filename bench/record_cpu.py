@@ -1,7 +1,7 @@
 """Measures sdpa beside PyTorch's operator on the CPU and writes bench/results/cpu.json: `python bench/record_cpu.py`.
 
 A tiny call shows the overhead, calls of over a millisecond must be within 1.15 of PyTorch's (they are its own operator). With them
-goes what tests/randomised.py says: how many examples ran, and which failed. Exits with 1 if one failed or did not run.
+goes what tests/support/randomised.py says: how many examples ran, and which failed. Exits with 1 if one failed or did not run.
 """
 
 import argparse
@@ -45,8 +45,8 @@ def row(
 
 
 def randomised(examples: int) -> dict[str, Any]:
-    """What tests/randomised.py finds on the CPU."""
-    script = str(ROOT / "tests" / "randomised.py")
+    """What tests/support/randomised.py finds on the CPU."""
+    script = str(ROOT / "tests" / "support" / "randomised.py")
     command = [sys.executable, script, "--device", "cpu", "--examples", str(examples), "--json"]
     outcome = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
     failures = outcome["failures"]

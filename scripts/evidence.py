@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 LINEAR = ("lin84 train", "lin84 eval", "lin84 product")  # cases and parts of bench/linear_cases.py, which imports torch
-BASELINES = ("default", "math", "three calls")  # of tests/helpers.py, torch_own
+BASELINES = ("default", "math", "three calls")  # of tests/support/helpers.py, torch_own
 TWO_CARDS = "test_two_devices"  # begins the names of the modules that need two cards
 
 

@@ -10,7 +10,7 @@ import pytest
 from pairs import every_pair
 
 CORES = len(os.sched_getaffinity(0))
-ONE_PROCESS = ("tests/test_large.py",)  # its tests take too much memory to run side by side
+ONE_PROCESS = ("test_large.py",)  # its tests take too much memory to run side by side
 MOST_WORKERS = 10  # of pytest-xdist: so many are known to fit into one GPU's 80 GB
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if workers > 1:  # a share of the cores for each and for what it starts; torch reads this when it is imported
@@ -49,7 +49,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return file if file in ONE_PROCESS else nodeid
+            return file if Path(file).name in ONE_PROCESS else nodeid
 
     return Scheduling(config, log)
 

@@ -1,13 +1,10 @@
 """scripts/check_binary.py on made-up code: what it must find, and what it must let pass."""
 
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
 from types import ModuleType
 
+import bench_modules
 import pytest
 
-SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "check_binary.py"
 HALF = ("6__half", "13__nv_bfloat16")
 GOOD = "        /*0010*/  UTMALDG.5D [UR8], [UR4] ;\n        /*0020*/  HGMMA.64x128x16.F32 R24, gdesc[UR4], R24 ;\n"
 EMPTY = "        /*0000*/  EXIT ;\n"
@@ -16,12 +13,7 @@ TRAP = "        /*0000*/  BPT.TRAP 0x1 ;\n"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    loader = SourceFileLoader("scripts_check_binary", str(SCRIPT))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
+    return bench_modules.script("check_binary.py")
 
 
 def names() -> list[str]:

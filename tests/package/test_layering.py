@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 CSRC = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"})
 PYTHON = [*sorted((ROOT / "attention_ext").rglob("*.py")), ROOT / "setup.py", ROOT / "setup_helpers.py"]
 

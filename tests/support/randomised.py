@@ -1,4 +1,4 @@
-"""Checks random problems: `python tests/randomised.py --device cuda --examples 2000 --json`, or `--case "Case(seed=7, ...)"`.
+"""Checks random problems: `python tests/support/randomised.py --device cuda --examples 2000`, or `--case "Case(seed=7, ...)"`.
 
 Results are held to the error rule of reference.py against float64, with the plain formula in the call's own dtype in place of
 PyTorch's operator. On a GPU the examples are spread over processes, and one example waits for the card once: inputs are drawn on

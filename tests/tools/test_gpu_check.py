@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_modules import ROOT, evidence, script
+from bench_modules import evidence, script
+from paths import ROOT
 
 TREE, OTHER = "a" * 40, "b" * 40
 REPORT = """<testsuites><testsuite>

@@ -16,8 +16,8 @@ from types import ModuleType
 
 import pytest
 import torch
+from paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 PARTS = (
     "setup.py",
     "setup_helpers.py",

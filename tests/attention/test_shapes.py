@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 from helpers import FLOATS, HALVES, close, compare, leaves, normal, qkv, run, sdpa, sdpa_with_lse
+from paths import importing
 
 import attention_ext
 
@@ -50,7 +51,8 @@ try:
 except RuntimeError:
     print("ok")
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True)
+    env = importing(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() == "ok", f"exit code {done.returncode}\n{done.stderr}"
 
 

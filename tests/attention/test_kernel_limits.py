@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import close, leaves, normal, run, sdpa, sdpa_backward, sdpa_forward, sdpa_with_lse
+from paths import CSRC
 from refusals import FAKE_DEVICES, refuses
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-CSRC = Path(__file__).parent.parent / "csrc"
 OPS = torch.ops.attention_ext
 FAKE_CUDA = FAKE_DEVICES[1:]
 LARGEST = 2**31 - 1 - 1024

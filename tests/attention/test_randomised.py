@@ -1,7 +1,7 @@
 """Random problems against float64: seeds of the standard library everywhere, and hypothesis where it is installed.
 
 ATTENTION_EXT_RANDOM_EXAMPLES sets the count of each (150 on the CPU and 100 on a GPU by default: one process checks them one by
-one; `python tests/randomised.py` spreads thousands over several).
+one; `python tests/support/randomised.py` spreads thousands over several).
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ By the plan's choice, and in bfloat16 by each kernel of a name (forced.py).
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +17,7 @@ import torch
 from forced import attend, by_kernel, expanded, needs
 from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa, sdpa_forward, sdpa_with_lse
 from kernels import Kernel, params
+from paths import importing
 from torch import Tensor
 from torch.export import Dim, export
 
@@ -198,8 +198,7 @@ def test_aot_inductor(device: str, tmp_path: Path) -> None:
         code = (
             f"import test_contract_traced as t; t.compile_ahead_of_time(t.{model}, {device!r}, {str(tmp_path / model)!r} + '.pt2')"
         )
-        paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        env = os.environ | {"PYTHONPATH": paths}
+        env = importing(Path(__file__).parent)
         return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
     both, plain = run_ahead("Both"), run_ahead("Plain")

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from paths import ROOT
 
-ROOT = Path(__file__).parent.parent
 CALL = "q = torch.randn(1, 1, 3, 4, requires_grad=True); torch.ops.attention_ext.sdpa(q, q, q).sum().backward()"
 
 

@@ -6,13 +6,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from helpers import normal, qkv
+from paths import ROOT
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +21,6 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import attention_ext
 from attention_ext import linear_batchnorm_softmax, linear_float32, sdpa, sdpa_with_lse
 
-ROOT = Path(__file__).parent.parent
 OURS = torch.ops.attention_ext
 
 

@@ -12,8 +12,8 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
-from bench_modules import ROOT
 from pairs import cover
+from paths import ROOT
 
 SOME = """
 import pytest, torch

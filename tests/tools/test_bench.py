@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_modules import CASES, MASKS, ROOT, SETS, SHAPES, Case, cases, common, evidence, peers, record, record_shapes, script
+from bench_modules import CASES, MASKS, SETS, SHAPES, Case, cases, common, evidence, peers, record, record_shapes, script
+from paths import ROOT
 
 
 @pytest.mark.parametrize(

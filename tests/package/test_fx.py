@@ -15,14 +15,13 @@ import pytest
 import torch
 from helpers import normal, qkv
 from nn_pairs import SCALES, SWITCHES, check_buffers, pair
+from paths import ROOT
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import attention_ext
 from attention_ext import linear_batchnorm_softmax, linear_float32, merge_partials
-
-ROOT = Path(__file__).parent.parent
 
 
 def linear(device: str) -> dict[str, Any]:

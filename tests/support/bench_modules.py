@@ -8,20 +8,21 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parent.parent
+from paths import ROOT
+
 sys.path += [str(ROOT / "bench"), str(ROOT / "scripts")]
 
-import cases  # noqa: E402
-import common  # noqa: E402
-import evidence  # noqa: E402
-import linear_cases  # noqa: E402
-import peers  # noqa: E402
-import record  # noqa: E402
-import record_shapes  # noqa: E402
-from cases import CASES, MASKS, SETS, Case  # noqa: E402
-from shapes import SHAPES  # noqa: E402
+import cases
+import common
+import evidence
+import linear_cases
+import peers
+import record
+import record_shapes
+from cases import CASES, MASKS, SETS, Case
+from shapes import SHAPES
 
-__all__ = ["CASES", "MASKS", "ROOT", "SETS", "SHAPES", "Case", "cases", "common", "evidence", "linear_cases", "peers"]
+__all__ = ["CASES", "MASKS", "SETS", "SHAPES", "Case", "cases", "common", "evidence", "linear_cases", "peers"]
 __all__ += ["record", "record_shapes", "script"]
 
 
