@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "compare_speed.py"
+SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "compare_speed.py"
 WORKER = """
 import json, os, sys
 times = {"forward a": 1.0, "forward b": 1.0, "host": 7.0}
