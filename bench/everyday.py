@@ -3,11 +3,11 @@
 
     python bench/everyday.py [--only TEXT] [--limit SECONDS]
 
-The grid: B 4, H 16, L = S = 2048 in bfloat16 over head dims from 32 to 1024: plain, causal, under a band (bool), with a bias for each
-head, a bias that requires grad, four key heads, 77 keys. float32: plain, causal, with a bias that requires grad. Some of it in
+The grid: B 4, H 16, L = S = 2048 in bfloat16 over head dims from 32 to 1024: plain, causal, under a band (bool), with a bias for
+each head, a bias that requires grad, four key heads, 77 keys. float32: plain, causal, with a bias that requires grad. Some of it in
 float16; values of another width; fewer queries than keys; one query (decoding); a batch of one. A row has the milliseconds of the
-forward alone, of the backward alone (autograd.grad) and of both, and ratios: PyTorch's time over ours, above 1 ours is faster. Calls
-are queued without waiting and taken in turns; where the device needs less than about 50 us the host's time is what counts.
+forward alone, of the backward alone (autograd.grad) and of both, and ratios: PyTorch's time over ours, above 1 ours is faster.
+Calls are queued without waiting and taken in turns; where the device needs less than about 50 us the host's time is what counts.
 """
 
 import argparse
