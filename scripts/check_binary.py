@@ -16,9 +16,9 @@ from pathlib import Path
 
 PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel", "tiled_linear_kernel")
 # Kernels that multiply by wgmma and load by TMA: code for sm_90a, and for other cards, which never launch them, a trap.
-WGMMA_PRODUCTS = ("wgmma_scores_kernel", "wgmma_values_kernel", "wgmma_linear_kernel")
+WGMMA_PRODUCTS = ("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork")
 SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma
-SPLIT = "SplitHalfWgmmaTile"  # of wgmma_linear_kernel: float operands as two half terms
+SPLIT = "SplitHalfWgmmaTile"  # of WgmmaLinearWork: float operands as two half terms
 FUSED = "fused_forward_kernel"
 WARPGROUP_ARCH = "sm_90a"
 HALF = ("__half", "__nv_bfloat16")
@@ -79,7 +79,7 @@ def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[s
     if not classes:
         findings.append(f"{FUSED} is missing")
     wanted = [(product, dtype) for product in WGMMA_PRODUCTS for dtype in HALF]
-    wanted += [("wgmma_linear_kernel", SPLIT)]
+    wanted += [("WgmmaLinearWork", SPLIT)]
     wanted += [(FUSED, f"{dtype}Li{width}EEELb{general}E") for dtype in HALF for width in classes for general in (0, 1)]
     for kernel, argument in wanted:
         chosen = [(name, code) for arch, name, code in functions if arch == WARPGROUP_ARCH and kernel in name and argument in name]

@@ -21,36 +21,20 @@ struct ForwardParams {
   DataType type;
   MaskType mask_type;
   bool causal;
-  bool wgmma_products;      // stages 1 and 3 by wgmma, on Hopper
-  void* workspace;          // at least pipeline_forward_workspace bytes, 256-byte aligned
-  int64_t workspace_bytes;  // what the slices may take
+  void* workspace;          // 256-byte aligned, as large as the kernel's own function says
+  int64_t workspace_bytes;  // that the caller would have it stay under
 };
 
-struct BackwardParams {
-  BatchDims batch;
-  int64_t N, L, S, E, Ev;
+// The whole backward: the forward's call, its results given, and the gradients. At least one query row.
+struct BackwardParams : ForwardParams {
   int64_t key_group, value_group;  // Hq / Hk, Hq / Hv
-  int64_t group;                   // their least common multiple, which slices of whole groups are multiples of
-  double scale;
-  MatrixView query, key, value;              // (N, L, E), (N / group, S, E), (N / group, S, Ev)
-  MatrixView mask;                           // broadcasts to (N, L, S)
-  MatrixView out, grad_out;                  // (N, L, Ev)
-  MatrixView lse, grad_lse;                  // (N, L), accumulator type; grad_lse.data null: absent
-  MatrixView grad_query;                     // (N, L, E), as the next two in `type`, or in the accumulator type with wide_grads
-  MatrixView grad_key;                       // (N / group, S, E), dense
-  MatrixView grad_value;                     // (N / group, S, Ev), dense
-  int64_t grad_key_bytes, grad_value_bytes;  // of the two dense outputs, for clearing them when there is no query
-  MatrixView mask_grad;                      // mask's own shape, accumulator type, zeroed by the caller; data null: not wanted
-  bool mask_rows_kept, mask_cols_kept;
+  MatrixView grad_out;             // (N, L, Ev)
+  MatrixView grad_lse;             // (N, L), accumulator type; data null: absent
+  MatrixView grad_query;           // (N, L, E), as the next two in `type`, or in the accumulator type with wide_grads
+  MatrixView grad_key;             // (N / group, S, E), dense
+  MatrixView grad_value;           // (N / group, S, Ev), dense
+  MatrixView mask_grad;  // mask's own shape, strides 0 along dims of size 1, accumulator type, zeroed; data null: not wanted
   bool wide_grads;
-  void* norm;   // (N, L) scratch, accumulator type
-  void* delta;  // (N, L) scratch, accumulator type
-  Dropout dropout;
-  DataType type;
-  MaskType mask_type;
-  bool causal;
-  void* workspace;          // at least pipeline_backward_workspace bytes, 256-byte aligned
-  int64_t workspace_bytes;  // what the slices may take
 };
 
 }  // namespace attention_ext

@@ -1,11 +1,11 @@
 // sdpa_forward and sdpa_backward on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
 
 #include <algorithm>
-#include <numeric>
 #include <tuple>
 
 #include "attention/pipeline/params.h"
 #include "attention/sm90/fused/fused.h"
+#include "attention/sm90/pipeline/pipeline.h"
 #include "binding/checks.h"
 #include "binding/choice.h"
 
@@ -67,9 +67,9 @@ ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key,
   if (is_causal) params.S = std::min(params.S, params.L);  // no query sees the keys after the last one
   params.workspace_bytes = workspace_bytes;
   call.plan = choose_kernel(op, kernel_name, params, not_for_tma(params, query, key, value), device);
-  params.wgmma_products = call.plan.kernel == Kernel::kSm90Pipeline;
-  const bool sliced = call.plan.kernel == Kernel::kPipeline || call.plan.kernel == Kernel::kSm90Pipeline;
-  call.plan.workspace_bytes = sliced ? pipeline_forward_workspace(params) : 0;
+  call.plan.workspace_bytes = call.plan.kernel == Kernel::kPipeline       ? pipeline_forward_workspace(params)
+                              : call.plan.kernel == Kernel::kSm90Pipeline ? wgmma_pipeline_workspace(params)
+                                                                          : 0;
   return call;
 }
 
@@ -93,7 +93,8 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
     case Kernel::kSm90Pipeline: {
       Tensor workspace = allocate_bytes(plan.workspace_bytes, device);
       params.workspace = data_of(workspace);
-      check_status(op, pipeline_forward(params, current_stream(device)), device);
+      const auto run = plan.kernel == Kernel::kPipeline ? pipeline_forward : wgmma_pipeline;
+      check_status(op, run(params, current_stream(device)), device);
       return {out, lse};
     }
   }
@@ -113,6 +114,11 @@ std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tens
                                  kernel_name, nullptr, nullptr)
                         .plan;
   return {attention_ext::kernel_name(plan.kernel), plan.reason, plan.workspace_bytes, plan.preferred};
+}
+
+void clear(const char* op, const Tensor& tensor, cudaStream_t stream, int32_t device) {
+  const int64_t bytes = tensor.numel() * element_size(tensor.scalar_type());
+  if (bytes > 0) check_status(op, cudaMemsetAsync(data_of(tensor), 0, bytes, stream), device);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
@@ -154,7 +160,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   };
   params.key_group = group_of(key_sizes);
   params.value_group = group_of(value_sizes);
-  params.group = std::lcm(params.key_group, params.value_group);
   key_sizes.insert(key_sizes.end(), {params.S, params.E});
   value_sizes.insert(value_sizes.end(), {params.S, params.Ev});
   check_sizes(op, "key", key, key_sizes);
@@ -178,8 +183,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   Tensor grad_query = allocate(sizes_of(query), layout_like(sizes_of(query), query), grad_type, device);
   Tensor grad_key = allocate(key_sizes, layout_like(key_sizes, key), grad_type, device);
   Tensor grad_value = allocate(value_sizes, layout_like(value_sizes, value), grad_type, device);
-  const int64_t row_bytes = params.N * params.L * accumulator_bytes(params.type);
-  Tensor row_values = allocate_bytes(2 * row_bytes, device);  // delta and norm
 
   views.add(params.query, query);
   views.add(params.key, key);
@@ -203,27 +206,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
     const Sizes sizes = sizes_of(*attn_mask), strides = layout_like(sizes, *attn_mask);
     grad_mask = allocate(sizes, strides, attn_mask->scalar_type(), device);
     mask_sums = attn_mask->scalar_type() == accumulator ? grad_mask : allocate(sizes, strides, accumulator, device);
-    params.mask_rows_kept = sizes[sizes.size() - 2] != 1;
-    params.mask_cols_kept = sizes[sizes.size() - 1] != 1;
     views.add(params.mask_grad, mask_sums);
-    const int64_t bytes = mask_sums.numel() * accumulator_bytes(params.type);
-    if (bytes > 0) check_status(op, cudaMemsetAsync(data_of(mask_sums), 0, bytes, stream), device);
+    clear(op, mask_sums, stream, device);
   } else {
     grad_mask = allocate({0}, {1}, type, device);
   }
   views.finish(params.batch);
-  params.grad_key_bytes = grad_key.numel() * element_size(grad_type);
-  params.grad_value_bytes = grad_value.numel() * element_size(grad_type);
-  params.delta = data_of(row_values);
-  params.norm = static_cast<char*>(params.delta) + row_bytes;
-  // delta and norm count towards the cap, of which slices may have a quarter in any case, and a 64th is left for what torch's allocator
-  // may add to a large block.
-  const int64_t cap = std::max<int64_t>(workspace_bytes, 0);
-  params.workspace_bytes = std::max(cap - 2 * row_bytes - cap / 64, cap / 4);
-  Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
-  params.workspace = data_of(workspace);
-
-  check_status(op, pipeline_backward(params, stream), device);
+  if (params.N > 0 && params.L > 0) {
+    params.workspace_bytes = workspace_bytes;
+    Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
+    params.workspace = data_of(workspace);
+    check_status(op, pipeline_backward(params, stream), device);
+  } else {  // no query reads the keys
+    clear(op, grad_key, stream, device);
+    clear(op, grad_value, stream, device);
+  }
   if (mask_grad && grad_mask.scalar_type() != accumulator) {
     const DataType mask_type = data_type(op, "attn_mask", grad_mask);
     check_status(op, launch_convert(data_of(mask_sums), data_of(grad_mask), grad_mask.numel(), params.type, mask_type, stream),

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "attention/sm90/fused/fused.h"
-#include "attention/sm90/pipeline/products.h"
+#include "attention/sm90/pipeline/pipeline.h"
 #include "binding/tensors.h"
 #include "core/tensor_map.h"
 #include "plan/plan.h"

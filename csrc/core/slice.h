@@ -18,7 +18,7 @@ struct Dropout {
   double keep_scale;    // 1 / (1 - p), and 0 for p = 1
 };
 
-// Exponentials in half types are relative to a reference of their segment of keys, with the segment's statistics beside them.
+// Exponentials in half types are relative to a reference of their segment of keys, with the segment's statistics next to them.
 constexpr int kSegment = 64;  // keys
 // The reference of a segment is the multiple of this at or below its maximum: segments of a row mostly share it, and then nothing has
 // to be rescaled. exp(8) = 2981 leaves room below half precision's 65504, and weights lie further above its subnormals.

@@ -6,7 +6,6 @@
 #include "core/arithmetic.h"
 #include "core/tensors.h"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
 #include "linear/params.h"
 
 namespace attention_ext {

@@ -1,8 +1,8 @@
 // Driver of the linear layer. Pure host code.
 //
-// float: input and weight are split into half terms (split_rows.cu), some rows and some features at a time so that the terms stay small,
-// and multiplied, on Hopper by warpgroups; then what was marked is done anew on CUDA cores, which do all sums of few products. Half types
-// on Hopper: by warpgroups, where TMA takes the operands. All else: tiled_linear.cu.
+// float: input and weight become two half terms each (split_half), some rows and some features at a time so that the terms stay small,
+// and are multiplied on Tensor Cores, on Hopper by wgmma. Tiles that this marks as suspect are then made anew on CUDA cores, which make
+// all sums of few products. Half types on Hopper: wgmma, where TMA takes the operands. All else: tiled_linear.cu.
 #include "core/arithmetic.h"
 #include "core/tensor_map.h"
 #include "core/tensors.h"
@@ -12,16 +12,16 @@
 namespace attention_ext {
 namespace {
 
-constexpr int64_t kTermBytes = int64_t{64} << 20;  // of each operand's terms, where a tile's do not take more
+constexpr int64_t kTermBytes = int64_t{64} << 20;  // of each operand's half terms, unless those of one tile take more
 
-// How float operands are split: parts of rows and of features, and where their terms lie in the workspace.
+// The parts of split_half, in rows and in features, and where their half terms lie in the workspace.
 struct SplitHalfPlan {
   int64_t rows, features;  // of a part
   int64_t pitch;           // of terms, in elements
   int64_t weight_at, input_rows_at, weight_rows_at, suspect_at, bytes;
 };
 
-int64_t tiles_of(int64_t count) { return (count + kLinearTile - 1) / kLinearTile; }
+int64_t tiles_of(int64_t count) { return ceil_div(count, kLinearTile); }
 
 SplitHalfPlan plan_split_half(const LinearParams& params) {
   constexpr int64_t kSms = 132;  // of an H100 or H200; elsewhere the choice is only a little worse
@@ -29,7 +29,7 @@ SplitHalfPlan plan_split_half(const LinearParams& params) {
   plan.pitch = round_up(params.K, 8);
   const int64_t in_cap = std::max<int64_t>(kTermBytes / (4 * plan.pitch) / kLinearTile, 1);  // tiles
   plan.rows = even_piece(params.M, in_cap * kLinearTile, kLinearTile, kLinearTile);
-  // CTAs stay and take tile after tile, so whole rounds are the best parts.
+  // Persistent CTAs take tile after tile, so whole rounds are the best parts.
   const int64_t row_tiles = tiles_of(plan.rows), rounds = in_cap * row_tiles / kSms;
   const int64_t columns = rounds > 0 ? std::max<int64_t>(rounds * kSms / row_tiles, 1) : in_cap;
   plan.features = std::min(columns * kLinearTile, params.N);
@@ -43,14 +43,14 @@ SplitHalfPlan plan_split_half(const LinearParams& params) {
 
 bool empty(const LinearParams& params) { return params.M == 0 || params.N == 0; }
 
-// Short sums stay on CUDA cores: their error is about that of the terms, which only longer ones exceed.
+// Sums up to here run on CUDA cores: only the rounding errors of longer ones exceed what two half terms leave out.
 constexpr int64_t kLongSum = 512;
 
 bool by_split_half(const LinearParams& params, LinearKernel kernel) {
   return kernel == LinearKernel::kSplitHalf || (kernel == LinearKernel::kWgmma && params.type == DataType::kFloat);
 }
 
-// The terms of some rows, as an operand of two matrices.
+// The half terms of some rows, as an operand of two matrices.
 MatrixView terms_view(void* data, int64_t rows, int64_t pitch) {
   MatrixView view = {};
   view.data = data;
@@ -62,16 +62,16 @@ MatrixView terms_view(void* data, int64_t rows, int64_t pitch) {
   return view;
 }
 
-cudaError_t split(const MatrixView& source, int64_t first, int64_t rows, int64_t cols, void* terms, SplitHalfRow* of_rows,
-                  cudaStream_t stream) {
+cudaError_t split_rows(const MatrixView& source, int64_t first, int64_t rows, int64_t cols, void* terms, SplitHalfRow* of_rows,
+                       cudaStream_t stream) {
   SplitHalfRowsParams params = {source, rows, cols, terms, of_rows};
   params.source.data = static_cast<float*>(source.data) + first * source.row_stride;
   return launch_split_half_rows(params, stream);
 }
 
-// What a part's product writes and reads beside its operands.
-SplitHalfLinearParams part_of(const LinearParams& params, int64_t row, int64_t rows, int64_t feature, int64_t features) {
-  SplitHalfLinearParams part = {};
+// A part of the layer, but for its operands.
+LinearPartParams part_of(const LinearParams& params, int64_t row, int64_t rows, int64_t feature, int64_t features) {
+  LinearPartParams part = {};
   part.rows = rows;
   part.cols = features;
   part.K = params.K;
@@ -97,14 +97,14 @@ cudaError_t multiply_split_half(const LinearParams& params, LinearKernel kernel,
   cudaError_t status = cudaMemsetAsync(suspect, 0, 4 * tiles_of(params.M) * tiles_of(params.N), stream);
   for (int64_t row = 0; row < params.M && status == cudaSuccess; row += plan.rows) {
     const int64_t rows = std::min(plan.rows, params.M - row);
-    status = split(params.input, row, rows, params.K, input_terms, input_rows, stream);
+    status = split_rows(params.input, row, rows, params.K, input_terms, input_rows, stream);
     for (int64_t feature = 0; feature < params.N && status == cudaSuccess; feature += plan.features) {
       const int64_t features = std::min(plan.features, params.N - feature);
       if (row == 0 || plan.features < params.N) {
-        status = split(params.weight, feature, features, params.K, weight_terms, weight_rows, stream);
+        status = split_rows(params.weight, feature, features, params.K, weight_terms, weight_rows, stream);
         if (status != cudaSuccess) return status;
       }
-      SplitHalfLinearParams part = part_of(params, row, rows, feature, features);
+      LinearPartParams part = part_of(params, row, rows, feature, features);
       part.input = terms_view(input_terms, rows, plan.pitch);
       part.weight = terms_view(weight_terms, features, plan.pitch);
       part.input_rows = input_rows;
@@ -158,7 +158,7 @@ cudaError_t linear(const LinearParams& params, LinearKernel kernel, void* worksp
   if (empty(params)) return cudaSuccess;
   if (by_split_half(params, kernel)) return multiply_split_half(params, kernel, static_cast<char*>(workspace), stream);
   if (kernel == LinearKernel::kWgmma) {
-    SplitHalfLinearParams whole = part_of(params, 0, params.M, 0, params.N);
+    LinearPartParams whole = part_of(params, 0, params.M, 0, params.N);
     whole.input = params.input;
     whole.weight = params.weight;
     return launch_wgmma_linear(whole, stream);

@@ -6,11 +6,12 @@
 // 3. As torch.softmax: NaN where a row has a NaN or an infinity, or nothing but -inf.
 // Grid: one CTA of 256 threads per 8 rows (warp per row) or per row.
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "core/tensors.h"
 #include "device/common/math.cuh"
 #include "device/common/row_reduce.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
 #include "linear/params.h"
 
 namespace attention_ext {
@@ -75,7 +76,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 2) norm_softmax_kernel(const 
       for (int e = 0; e < 4; ++e) {
         const int col = chunk + (quad * Tile::kThreadsPerRow + thread) * 4 + e;
         x[quad][e] = exp_difference<Acc>(x[quad][e], largest);
-        if (col < cols) sum += x[quad][e];  // -inf beside a row of -inf is NaN
+        if (col < cols) sum += x[quad][e];  // after the row's end -inf, which in a row of -inf is NaN
       }
     }
     return sum;
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 2) norm_softmax_kernel(const 
 template <class Tile>
 cudaError_t launch_tile(const NormSoftmaxParams& params, cudaStream_t stream) {
   const int64_t ctas = ceil_div(params.M, Tile::kRowsPerCta);
-  if (ctas > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (ctas > kMaxCtas) return cudaErrorInvalidConfiguration;
   norm_softmax_kernel<Tile><<<static_cast<unsigned>(ctas), kSoftmaxThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }
@@ -136,13 +137,7 @@ cudaError_t launch_typed(const NormSoftmaxParams& params, cudaStream_t stream) {
 cudaError_t launch_norm_softmax(const NormSoftmaxParams& params, cudaStream_t stream) {
   if (params.M == 0 || params.N == 0) return cudaSuccess;
   if (params.N > 0x7fff0000) return cudaErrorInvalidValue;  // columns are counted in int, a chunk ahead
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

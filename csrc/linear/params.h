@@ -1,4 +1,4 @@
-// What crosses from host code into the kernels of the linear layer, batch norm and softmax. No torch here; conventions of params.h.
+// What crosses from host code into the kernels of the linear layer, batch norm and softmax. Conventions: core/tensors.h.
 //
 // Sizes: M rows of the input, N features, K width. Accumulator type: float, or double for double.
 #pragma once
@@ -29,22 +29,22 @@ struct LinearParams {
   void* out;         // (M, N) dense, accumulator type
   void* statistics;  // (ceil(M / kStatisticsRows), N) of ColumnStatistics, accumulator type; null: not wanted
   DataType type;
-  // Behind a product of terms: only tiles that are marked here, (ceil(M / kLinearTile), ceil(N / kLinearTile)), float.
-  const int32_t* suspect;  // null: all tiles
+  // float, after a split_half product: only tiles that it has marked here. Null: all tiles.
+  const int32_t* suspect;  // (ceil(M / kLinearTile), ceil(N / kLinearTile))
 };
 
-// The product of two such operands, or of two half operands as they are (by warpgroups on Hopper). Pointers begin at a part's first row
-// or column.
-struct SplitHalfLinearParams {
+// Some rows and features of the layer, on Tensor Cores: float operands by split_half, half types as they are (wgmma only). Pointers begin
+// at the part's first row or column.
+struct LinearPartParams {
   int64_t rows, cols, K;
-  MatrixView input, weight;                      // (rows, K), (cols, K) in half types; or the terms: a batch dim of 2 before
-  const SplitHalfRow *input_rows, *weight_rows;  // (rows,), (cols,); terms only
-  const void* bias;                              // float for terms, else the operands' type; null: absent
+  MatrixView input, weight;                      // (rows, K), (cols, K) in half types; split_half: (2, rows, K), (2, cols, K)
+  const SplitHalfRow *input_rows, *weight_rows;  // (rows,), (cols,); split_half only
+  const void* bias;                              // (cols,), `type`; null: absent
   int64_t bias_stride;
   float* out;        // (rows, cols), rows `pitch` apart
   void* statistics;  // rows of ColumnStatistics<float>, `pitch` apart; null: not wanted
   int64_t pitch;     // the layer's N
-  int32_t* suspect;  // of this part's first tile, rows of tiles `suspect_pitch` apart; terms only
+  int32_t* suspect;  // of this part's first tile, rows of tiles `suspect_pitch` apart; split_half only
   int64_t suspect_pitch;
   DataType type;
 };
@@ -73,15 +73,14 @@ struct NormSoftmaxParams {
   DataType type;
 };
 
-cudaError_t launch_wgmma_linear(const SplitHalfLinearParams& params, cudaStream_t stream);  // Hopper
-cudaError_t launch_split_half_linear(const SplitHalfLinearParams& params,
-                                     cudaStream_t stream);                         // terms; every card; no statistics
-cudaError_t launch_tiled_linear(const LinearParams& params, cudaStream_t stream);  // every card
+cudaError_t launch_wgmma_linear(const LinearPartParams& params, cudaStream_t stream);       // Hopper; no double
+cudaError_t launch_split_half_linear(const LinearPartParams& params, cudaStream_t stream);  // float; no statistics
+cudaError_t launch_tiled_linear(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_column_statistics(const LinearParams& params, cudaStream_t stream);
 cudaError_t launch_batch_norm(const BatchNormParams& params, cudaStream_t stream);
 cudaError_t launch_norm_softmax(const NormSoftmaxParams& params, cudaStream_t stream);
 
-// How the product is made: tiled_linear.cu; by terms with split_linear.cu; by warpgroups (warpgroup_linear.cu), float by terms.
+// The kernel of the product: sm80/tiled_linear.cu; for float sm80/split_half_linear.cu; on Hopper sm90/wgmma_linear.cu, float by split_half.
 enum class LinearKernel { kTiled, kSplitHalf, kWgmma };
 struct LinearPlan {
   LinearKernel kernel;

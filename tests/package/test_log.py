@@ -42,7 +42,7 @@ def launched(call: Callable[[], object]) -> set[str]:
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profiler.key_averages())
     found = {
-        kernel for kernel, part in {"pipeline": "qk_scores_kernel", "sm90_pipeline": "wgmma_scores_kernel"}.items() if part in names
+        kernel for kernel, part in {"pipeline": "qk_scores_kernel", "sm90_pipeline": "WgmmaScoresWork"}.items() if part in names
     }
     for width in map(int, re.findall(r"fused_forward_kernel<[^>]*FusedTile<[^>]*?(\d+)>", names)):
         found.add("sm90_512" if width in CLASS_512 else "sm90_1024")
@@ -150,7 +150,7 @@ def test_linear(device: str, K: int, dtype: torch.dtype, lines) -> None:
         attention_ext.linear_batchnorm_softmax(x[0], weight, scale=1.0, training=True)
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profiler.key_averages())
-    part = {"tiled": "tiled_linear_kernel", "split_half": "split_half_linear_kernel", "sm90_split_half": "wgmma_linear_kernel"}
+    part = {"tiled": "tiled_linear_kernel", "split_half": "split_half_linear_kernel", "sm90_split_half": "WgmmaLinearWork"}
     assert part[kernel] in names and not any(part[other] in names for other in part if other not in (kernel, "tiled"))
 
 

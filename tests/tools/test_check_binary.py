@@ -18,9 +18,9 @@ def script() -> ModuleType:
 
 def names() -> list[str]:
     fused = [f"_Z20fused_forward_kernelI9FusedTileI{t}Li{w}EEELb{g}EEvj" for t in HALF for w in (128, 512) for g in (0, 1)]
-    products = ("wgmma_scores_kernel", "wgmma_values_kernel", "wgmma_linear_kernel")
+    products = ("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork")
     halves = [f"_Z{kernel}I9WgmmaTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
-    return [*fused, *halves, "_Zwgmma_linear_kernelI18SplitHalfWgmmaTileEEv"]
+    return [*fused, *halves, "_ZWgmmaLinearWorkI18SplitHalfWgmmaTileEEv"]
 
 
 def dump(codes: dict[str, str], arch: str) -> str:
@@ -69,5 +69,5 @@ def test_a_library_without_the_kernels(script):
     findings: list[str] = []
     script.check_wgmma_products(script.functions_of(dump({"_Zother": EMPTY}, "sm_80")), findings)
     assert any("fused_forward_kernel is missing" in finding for finding in findings)
-    assert sum("wgmma_scores" in finding or "wgmma_values" in finding for finding in findings) == 4
-    assert sum("wgmma_linear_kernel" in finding for finding in findings) == 3
+    assert sum("WgmmaScoresWork" in finding or "WgmmaValuesWork" in finding for finding in findings) == 4
+    assert sum("WgmmaLinearWork" in finding for finding in findings) == 3

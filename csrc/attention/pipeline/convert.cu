@@ -4,8 +4,8 @@
 // grid. No shared memory.
 #include "attention/pipeline/params.h"
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
 
 namespace attention_ext {
 namespace {
@@ -20,28 +20,22 @@ __global__ void __launch_bounds__(kCtaThreads) convert_kernel(const In* g_in, Ou
   }
 }
 
-template <class Out, class In>
-cudaError_t launch_typed(const void* in, void* out, int64_t count, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 132 * 16;  // fills the largest card; more would only wait
-  const int64_t blocks = ceil_div(count, kCtaThreads);
-  if (blocks == 0) return cudaSuccess;
-  convert_kernel<Out, In><<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kCtaThreads, 0, stream>>>(
-      static_cast<const In*>(in), static_cast<Out*>(out), count);
-  return cudaGetLastError();
-}
-
 }  // namespace
 
 cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
                            cudaStream_t stream) {
+  constexpr int64_t kMaxBlocks = 132 * 16;  // fills the largest card; more would only wait
+  const int64_t blocks = std::min(ceil_div(count, kCtaThreads), kMaxBlocks);
+  if (blocks == 0) return cudaSuccess;
+  const auto launch = [&](auto from, auto to) {
+    convert_kernel<<<static_cast<unsigned>(blocks), kCtaThreads, 0, stream>>>(static_cast<const decltype(from)*>(accumulated),
+                                                                              static_cast<decltype(to)*>(out), count);
+    return cudaGetLastError();
+  };
   if (type == DataType::kDouble) {
-    return out_type == DataType::kFloat ? launch_typed<float, double>(accumulated, out, count, stream) : cudaErrorInvalidValue;
+    return dispatch_among<float>(out_type, [&](auto element) { return launch(double(), element); });
   }
-  switch (out_type) {
-    case DataType::kHalf: return launch_typed<__half, float>(accumulated, out, count, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16, float>(accumulated, out, count, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_half_type(out_type, [&](auto element) { return launch(float(), element); });
 }
 
 }  // namespace attention_ext

@@ -1,14 +1,15 @@
 // Backward: out = factor * sum over the query heads of a key head of left^T . right. dV from keep * P and grad_out, dK
 // from dS and query, for one slice of keys.
 //
-// Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, whose k runs over the slice's query rows of one query head
+// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, whose k runs over the slice's query rows of one query head
 // after another: the sum over the heads of a group stays in registers, in a fixed order. Slices of rows carry it from one to the
 // next (p.carry). Causal: k begins at the first row tile that sees a key of the tile.
 // Grid: one CTA per block tile of every key head of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 70,656 bytes (half types), 51,712 (float and double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/carry.cuh"
 #include "attention/pipeline/params.h"
-#include "gemm/sm80/mainloop.cuh"
+#include "core/dispatch.h"
+#include "gemm/mainloop.cuh"
 
 namespace attention_ext {
 namespace {
@@ -88,24 +89,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                        TileLoader<Tile, typename Tile::B>(p.batch, p.right));
 }
 
-template <class T>
-cudaError_t launch_typed(const KeyValueGradParams& params, cudaStream_t stream) {
-  using Tile = ColsByCols<T>;
-  const Slice& slice = params.slice;
-  return launch_tiles<Tile>(key_value_grad_kernel<Tile>, params, slice.col_count, params.width,
-                            slice.batch_count / params.group, stream);
-}
-
 }  // namespace
 
 cudaError_t launch_key_value_grad(const KeyValueGradParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) {
+    using Tile = ColsByCols<decltype(element)>;
+    return launch_tiles<Tile>(key_value_grad_kernel<Tile>, params, params.slice.col_count, params.width,
+                              params.slice.batch_count / params.group, stream);
+  });
 }
 
 }  // namespace attention_ext

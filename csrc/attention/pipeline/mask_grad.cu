@@ -8,10 +8,11 @@
 // Grid: one CTA per (kept matrix, row, column tile). Shared memory: 8 x 128 accumulators, 4 KB (double: 8 KB).
 #include "attention/pipeline/params.h"
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
 
 namespace attention_ext {
 namespace {
@@ -96,9 +97,9 @@ __global__ void __launch_bounds__(kCtaThreads)
   }
 }
 
-template <class T>
-cudaError_t launch_typed(const MaskGradParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
+}  // namespace
+
+cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream) {
   const Slice& slice = params.slice;
   int64_t kept = 1, reduced = 1;
   for (int dim = 0; dim < params.batch.count; ++dim) {
@@ -107,26 +108,10 @@ cudaError_t launch_typed(const MaskGradParams& params, cudaStream_t stream) {
   if (slice.batch_count == 0 || slice.row_count == 0 || slice.col_count == 0) return cudaSuccess;
   const Extents extents = {params.rows_kept ? slice.row_count : 1, params.cols_kept ? ceil_div(slice.col_count, kCols) : 1,
                            reduced};
-  const int64_t blocks = (reduced == 1 ? slice.batch_count : kept) * extents.rows * extents.col_tiles;
-  for (int64_t first = 0; first < blocks; first += kMaxBlocks) {
-    const int64_t count = blocks - first < kMaxBlocks ? blocks - first : kMaxBlocks;
-    mask_grad_kernel<T><<<static_cast<unsigned>(count), kCtaThreads, 0, stream>>>(params, extents, first);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
-}
-
-}  // namespace
-
-cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  const int64_t ctas = (reduced == 1 ? slice.batch_count : kept) * extents.rows * extents.col_tiles;
+  return dispatch_type(params.type, [&](auto element) {
+    return launch_rows(mask_grad_kernel<decltype(element)>, kCtaThreads, ctas, 1, stream, params, extents);
+  });
 }
 
 }  // namespace attention_ext

@@ -12,11 +12,19 @@ namespace attention_ext {
 // exp(score - reference of its segment) in the tensors' dtype with the segments' statistics.
 enum class ScoresAs : int32_t { kScores, kProbabilities, kExponentials };
 
-// Scores of one slice: scale * query . key, mask, causal.
-struct QkScoresParams {
+// What every stage is told: the call, as far as it is all stages' concern, and the slice to work on.
+struct StageParams {
   BatchDims batch;
   Slice slice;
-  int64_t L, E;
+  int64_t L;  // rows of all slices
+  Dropout dropout;
+  DataType type;
+  bool causal;
+};
+
+// Scores of one slice: scale * query . key, mask, causal.
+struct QkScoresParams : StageParams {
+  int64_t E;
   double scale;
   MatrixView query;       // (N, L, E)
   MatrixView key;         // (N / group, S, E)
@@ -26,42 +34,28 @@ struct QkScoresParams {
   MatrixView out;         // slice (batch_count, row_count, col_count)
   MatrixView statistics;  // slice (batch_count, row_count, segments) of SegmentStatistics; for exponentials
   ScoresAs output;
-  DataType type;
   MaskType mask_type;
-  bool causal;
   bool write_hidden_tiles;  // fill tiles wholly above the diagonal with -inf instead of leaving them unwritten
 };
 
 // Rows of scores -> exp(score - row maximum) in `type`, the sum of those before rounding, and the log-sum-exp.
-struct RowSoftmaxParams {
-  BatchDims batch;
-  Slice slice;
+struct RowSoftmaxParams : StageParams {
   MatrixView scores;   // slice (batch_count, row_count, S), accumulator type
   MatrixView weights;  // slice (batch_count, row_count, S), `type`; may start at the same address as scores
   MatrixView row_sum;  // slice (batch_count, row_count), accumulator type, column unused
   MatrixView lse;      // (N, L), accumulator type, column unused
-  Dropout dropout;
-  DataType type;
-  bool causal;
 };
 
 // Exponentials relative to their segments' references -> the same relative to the row's, the largest, in place; row sums, log-sum-exp.
-struct SegmentSoftmaxParams {
-  BatchDims batch;
-  Slice slice;
+struct SegmentSoftmaxParams : StageParams {
   MatrixView weights;     // slice (batch_count, row_count, col_count), half type
   MatrixView statistics;  // slice (batch_count, row_count, segments) of SegmentStatistics
   MatrixView row_sum;     // slice (batch_count, row_count), float, column unused
   MatrixView lse;         // (N, L), float, column unused
-  Dropout dropout;
-  DataType type;
-  bool causal;
 };
 
 // weights . values * factor / row_sum: the attention output, and dQ = scale * dS . K.
-struct ScoresValuesParams {
-  BatchDims batch;
-  Slice slice;
+struct ScoresValuesParams : StageParams {
   int64_t Ev;  // columns of values
   double factor;
   MatrixView weights;  // slice (batch_count, row_count, S), `type`
@@ -69,93 +63,65 @@ struct ScoresValuesParams {
   MatrixView row_sum;  // slice (batch_count, row_count), accumulator type, column unused; data null: divide by nothing
   MatrixView out;      // (N, L, Ev), `type`, or the accumulator type with wide_out
   void* carry;  // half types, many keys: slice (batch_count, row_count, Ev rounded up to 4), float; null: one sum over all keys
-  DataType type;
-  bool causal;
   bool wide_out;
 };
 
 // delta[n, i] = sum over e of grad_out[n, i, e] * out[n, i, e], minus grad_lse[n, i].
-struct RowDotParams {
-  BatchDims batch;
-  int64_t N, L, Ev;
+struct RowDotParams : StageParams {
+  int64_t Ev;
   MatrixView grad_out;  // (N, L, Ev)
   MatrixView out;       // (N, L, Ev)
   MatrixView grad_lse;  // (N, L), column unused; data null: absent
   void* delta;          // (N, L) contiguous, accumulator type
-  DataType type;
 };
 
 // Makes the probabilities of whole rows sum to 1, where they do not: a large log-sum-exp, rounded to the accumulator type, leaves
 // exp(score - lse) off by a factor common to the row. norm[n, i] is that factor, 1 where the sum is right within T's precision.
-struct RowNormParams {
-  BatchDims batch;
-  Slice slice;  // all keys
-  int64_t L;
+struct RowNormParams : StageParams {
   MatrixView probabilities;  // slice (batch_count, row_count, S), `type`
   void* norm;                // (N, L) contiguous, accumulator type
-  DataType type;
-  bool causal;
 };
 
 // dS = P * (keep * keep_scale * (grad_out . value^T) - delta). With dropout, P is overwritten with keep * P. `only_weight_grad`:
 // neither: score_grad becomes keep * keep_scale * (grad_out . value^T).
-struct ScoreGradParams {
-  BatchDims batch;
-  Slice slice;
-  int64_t L, Ev;
+struct ScoreGradParams : StageParams {
+  int64_t Ev;
   MatrixView grad_out;       // (N, L, Ev)
   MatrixView value;          // (N / group, S, Ev)
   MatrixView probabilities;  // slice (batch_count, row_count, col_count), `type`
   MatrixView score_grad;     // slice (batch_count, row_count, col_count), `type`
   const void* delta;         // (N, L) contiguous, accumulator type
-  Dropout dropout;
-  DataType type;
-  bool causal;
   bool only_weight_grad;
 };
 
 // float and double, whole rows: delta = sum of P * dP over the row, minus grad_lse, then dS = P * (dP - delta) over dP in place; with
 // dropout P is overwritten with keep * P.
-struct RowDeltaParams {
-  BatchDims batch;
-  Slice slice;  // all keys
-  int64_t L;
+struct RowDeltaParams : StageParams {
   MatrixView probabilities;  // slice (batch_count, row_count, S)
   MatrixView score_grad;     // the same; dP on the way in
   MatrixView grad_lse;       // (N, L), column unused; data null: absent
   void* delta;               // (N, L) contiguous
-  Dropout dropout;
-  DataType type;
-  bool causal;
 };
 
-// out = factor * sum over the group's query heads of left^T . right: dV from P and grad_out, dK from dS and query.
-struct KeyValueGradParams {
-  BatchDims batch;
-  Slice slice;    // batch_begin and batch_count are multiples of group; without carry row_begin is 0 and row_count is L
-  int64_t L;      // rows of all slices
+// out = factor * sum over the group's query heads of left^T . right: dV from P and grad_out, dK from dS and query. The slice holds
+// whole groups, and all rows unless there is a carry.
+struct KeyValueGradParams : StageParams {
   int64_t group;  // query heads per key head
   int64_t width;  // columns of right and out: E or Ev
   double factor;
   MatrixView left;   // slice (batch_count, row_count, col_count), `type`
   MatrixView right;  // (N, L, width)
   MatrixView out;    // (N / group, S, width), `type`, or the accumulator type with wide_out
-  void*
-      carry;  // slices of rows, one after the other: (batch_count / group, col_count, width rounded up to 4), accumulator type
-  DataType type;
-  bool causal;
+  void* carry;       // slices of rows in turn: (batch_count / group, col_count, width rounded up to 4), accumulator type
   bool wide_out;
 };
 
 // mask_grad[...] += score_grad summed over the batch dims, rows and columns along which the mask has size 1.
-struct MaskGradParams {
-  BatchDims batch;
-  Slice slice;
+struct MaskGradParams : StageParams {
   bool rows_kept;         // the mask has L rows (else 1)
   bool cols_kept;         // the mask has S columns (else 1)
   MatrixView score_grad;  // slice (batch_count, row_count, col_count), `type`
   MatrixView mask_grad;   // mask's own shape, accumulator type; batch_stride 0 along a dim of size 1
-  DataType type;
 };
 
 // One kernel each.
@@ -176,11 +142,20 @@ cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, Da
                            cudaStream_t stream);
 
 // Host drivers: slices so that the workspace stays under the cap. The workspace functions return the bytes the driver
-// will use under a cap: no more than the cap, except where a single row (forward) or a row tile by 8 keys of a group
-// (backward) need more.
+// will use under a cap: no more than the cap, except where a single row (forward), or two numbers of each row and a row tile by 8 keys
+// of a group (backward), need more. The backward takes at least one query row.
 int64_t pipeline_forward_workspace(const ForwardParams& params);
 cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream);
 int64_t pipeline_backward_workspace(const BackwardParams& params);
 cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream);
+
+// The forward's driver for other products than those that run on every card.
+struct ForwardProducts {
+  cudaError_t (*scores)(const QkScoresParams& params, cudaStream_t stream);      // as exponentials for half types
+  cudaError_t (*values)(const ScoresValuesParams& params, cudaStream_t stream);  // carries nothing if `wgmma`
+  bool wgmma;                                                                    // decides on slices: plan/slices.h
+};
+int64_t forward_workspace(const ForwardParams& params, const ForwardProducts& products);
+cudaError_t run_forward(const ForwardParams& params, const ForwardProducts& products, cudaStream_t stream);
 
 }  // namespace attention_ext

@@ -3,14 +3,15 @@
 // precision, with the segments' statistics, which halves what is written and spares stage 2 its passes where the
 // segments of a row share a reference (kReferenceStep). In the backward the same product ends in probabilities exp(score - lse).
 //
-// Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: scale, mask, causal
+// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, then per quad of columns: scale, mask, causal
 // select, store. Tiles wholly above the diagonal return at once.
 // Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/params.h"
 #include "attention/softmax/segment.cuh"
 #include "attention/visibility/score_modifier.cuh"
-#include "gemm/sm80/mainloop.cuh"
+#include "core/dispatch.h"
+#include "gemm/mainloop.cuh"
 
 namespace attention_ext {
 namespace {
@@ -175,32 +176,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                  TileLoader<Tile, typename Tile::B>(p.batch, p.key));
 }
 
-template <class T>
-cudaError_t launch_typed(const QkScoresParams& params, cudaStream_t stream) {
-  using Tile = RowsByRows<T>;
-  const Slice& slice = params.slice;
-  const auto launch = [&](auto* kernel) {
-    return launch_tiles<Tile>(kernel, params, slice.row_count, slice.col_count, slice.batch_count, stream);
-  };
-  switch (params.output) {
-    case ScoresAs::kScores: return launch(qk_scores_kernel<Tile, ScoresAs::kScores>);
-    case ScoresAs::kProbabilities: return launch(qk_scores_kernel<Tile, ScoresAs::kProbabilities>);
-    case ScoresAs::kExponentials:
-      if constexpr (sizeof(T) == 2) return launch(qk_scores_kernel<Tile, ScoresAs::kExponentials>);
-  }
-  return cudaErrorInvalidValue;
-}
-
 }  // namespace
 
 cudaError_t launch_qk_scores(const QkScoresParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) {
+    using Tile = RowsByRows<decltype(element)>;
+    const auto launch = [&](auto* kernel) {
+      return launch_tiles<Tile>(kernel, params, params.slice.row_count, params.slice.col_count, params.slice.batch_count,
+                                stream);
+    };
+    switch (params.output) {
+      case ScoresAs::kScores: return launch(qk_scores_kernel<Tile, ScoresAs::kScores>);
+      case ScoresAs::kProbabilities: return launch(qk_scores_kernel<Tile, ScoresAs::kProbabilities>);
+      case ScoresAs::kExponentials:
+        if constexpr (sizeof(element) == 2) return launch(qk_scores_kernel<Tile, ScoresAs::kExponentials>);
+    }
+    return cudaErrorInvalidValue;
+  });
 }
 
 }  // namespace attention_ext

@@ -5,12 +5,13 @@
 // One warp per row, lanes over quads of columns; sums by shuffles in a fixed order. With dropout P becomes keep * P on the way.
 // Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.
 #include "attention/pipeline/params.h"
-#include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
 #include "device/common/random.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
+#include "gemm/tile.cuh"
 
 namespace attention_ext {
 namespace {
@@ -67,28 +68,14 @@ __global__ void __launch_bounds__(kCtaThreads)
   }
 }
 
-template <class T>
-cudaError_t launch_typed(const RowDeltaParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
-  const int64_t rows = params.slice.batch_count * params.slice.row_count;
-  for (int64_t first = 0; first < rows; first += kMaxBlocks * kRowsPerCta) {
-    const int64_t blocks = ceil_div(rows - first, kRowsPerCta);
-    row_delta_kernel<T><<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kCtaThreads, 0, stream>>>(
-        params, RowsByRows<T>::kM, first);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
-}
-
 }  // namespace
 
 cudaError_t launch_row_delta(const RowDeltaParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_among<float, double>(params.type, [&](auto element) {
+    using T = decltype(element);
+    return launch_rows(row_delta_kernel<T>, kCtaThreads, params.slice.batch_count * params.slice.row_count, kRowsPerCta, stream,
+                       params, RowsByRows<T>::kM);
+  });
 }
 
 }  // namespace attention_ext

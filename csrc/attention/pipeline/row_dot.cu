@@ -3,11 +3,11 @@
 // One warp per row, lanes over columns, any strides; the sum is reduced by shuffles in a fixed order.
 // Grid: one CTA of 256 threads per 8 rows of the flattened (N, L). No shared memory.
 #include "attention/pipeline/params.h"
-#include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
 
 namespace attention_ext {
 namespace {
@@ -18,7 +18,7 @@ template <class T>
 __global__ void __launch_bounds__(kCtaThreads) row_dot_kernel(const __grid_constant__ RowDotParams p, int64_t first_row) {
   using Acc = Accumulator<T>;
   const int64_t flat_row = first_row + static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / 32;
-  if (flat_row >= p.N * p.L) return;  // a whole warp
+  if (flat_row >= p.slice.batch_count * p.L) return;  // a whole warp
   int64_t n, row;
   divide(flat_row, p.L, n, row);
 
@@ -45,30 +45,13 @@ __global__ void __launch_bounds__(kCtaThreads) row_dot_kernel(const __grid_const
   }
 }
 
-template <class T>
-cudaError_t launch_typed(const RowDotParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
-  const int64_t rows = params.N * params.L;
-  for (int64_t first = 0; first < rows; first += kMaxBlocks * kRowsPerCta) {
-    const int64_t blocks = ceil_div(rows - first, kRowsPerCta);
-    row_dot_kernel<T>
-        <<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kCtaThreads, 0, stream>>>(params, first);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
-}
-
 }  // namespace
 
 cudaError_t launch_row_dot(const RowDotParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) {
+    return launch_rows(row_dot_kernel<decltype(element)>, kCtaThreads, params.slice.batch_count * params.L, kRowsPerCta, stream,
+                       params);
+  });
 }
 
 }  // namespace attention_ext

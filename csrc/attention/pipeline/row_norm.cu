@@ -6,11 +6,11 @@
 // 2. A sum within T's precision of 1 is right: rounding every probability again would cost more than it mends.
 // Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.
 #include "attention/pipeline/params.h"
-#include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
 
 namespace attention_ext {
 namespace {
@@ -58,30 +58,13 @@ __global__ void __launch_bounds__(kCtaThreads) row_norm_kernel(const __grid_cons
   }
 }
 
-template <class T>
-cudaError_t launch_typed(const RowNormParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
-  const int64_t rows = params.slice.batch_count * params.slice.row_count;
-  for (int64_t first = 0; first < rows; first += kMaxBlocks * kRowsPerCta) {
-    const int64_t blocks = ceil_div(rows - first, kRowsPerCta);
-    row_norm_kernel<T>
-        <<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kCtaThreads, 0, stream>>>(params, first);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
-}
-
 }  // namespace
 
 cudaError_t launch_row_norm(const RowNormParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) {
+    return launch_rows(row_norm_kernel<decltype(element)>, kCtaThreads, params.slice.batch_count * params.slice.row_count,
+                       kRowsPerCta, stream, params);
+  });
 }
 
 }  // namespace attention_ext

@@ -12,11 +12,13 @@
 
 #include "attention/pipeline/params.h"
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/random.cuh"
 #include "device/common/row_reduce.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
+#include "gemm/tile.cuh"
 
 namespace attention_ext {
 namespace {
@@ -159,19 +161,11 @@ __global__ void __launch_bounds__(kSoftmaxThreads, Tile::kCtasPerSm)
 
 template <class Tile>
 cudaError_t launch_tile(const RowSoftmaxParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
   if (!Tile::kStreaming && params.slice.col_count > Tile::kChunk) return cudaErrorInvalidValue;
   auto* kernel = params.dropout.seed == nullptr ? row_softmax_kernel<Tile, false> : row_softmax_kernel<Tile, true>;
   const int64_t row_groups = ceil_div(params.slice.row_count, Tile::kRowsPerGroup);
-  const int64_t groups = params.slice.batch_count * row_groups;
-  for (int64_t first = 0; first < groups; first += kMaxBlocks * Tile::kGroupsPerCta) {
-    const int64_t blocks = ceil_div(groups - first, Tile::kGroupsPerCta);
-    kernel<<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kSoftmaxThreads, 0, stream>>>(
-        params, RowsByCols<typename Tile::T>::kM, row_groups, first);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+  return launch_rows(kernel, kSoftmaxThreads, params.slice.batch_count * row_groups, Tile::kGroupsPerCta, stream, params,
+                     RowsByCols<typename Tile::T>::kM, row_groups);
 }
 
 // The table of row widths: the narrowest tile that holds a row, so that few lanes idle and few registers are taken.
@@ -190,13 +184,7 @@ cudaError_t launch_typed(const RowSoftmaxParams& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_row_softmax(const RowSoftmaxParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

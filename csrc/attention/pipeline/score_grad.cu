@@ -1,15 +1,16 @@
 // Backward: dS = P * (keep / (1 - p) * (grad_out . value^T) - delta) for one slice. With dropout the kernel also turns
 // P into keep * P, which is what dV is made of; the 1 / (1 - p) is left to the product's epilogue.
 //
-// Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: read P, draw the
+// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, then per quad of columns: read P, draw the
 // forward's random words again, store. Tiles wholly above the diagonal return at once. P = 0 gives dS = 0 whatever it
 // meets, so a row without a visible key has zero gradients.
 // Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/params.h"
 #include "attention/visibility/score_place.cuh"
+#include "core/dispatch.h"
 #include "device/common/random.cuh"
-#include "gemm/sm80/mainloop.cuh"
+#include "gemm/mainloop.cuh"
 
 namespace attention_ext {
 namespace {
@@ -87,23 +88,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                  TileLoader<Tile, typename Tile::B>(p.batch, p.value));
 }
 
-template <class T>
-cudaError_t launch_typed(const ScoreGradParams& params, cudaStream_t stream) {
-  using Tile = RowsByRows<T>;
-  const Slice& slice = params.slice;
-  return launch_tiles<Tile>(score_grad_kernel<Tile>, params, slice.row_count, slice.col_count, slice.batch_count, stream);
-}
-
 }  // namespace
 
 cudaError_t launch_score_grad(const ScoreGradParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) {
+    using Tile = RowsByRows<decltype(element)>;
+    const Slice& slice = params.slice;
+    return launch_tiles<Tile>(score_grad_kernel<Tile>, params, slice.row_count, slice.col_count, slice.batch_count, stream);
+  });
 }
 
 }  // namespace attention_ext

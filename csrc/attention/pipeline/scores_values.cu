@@ -1,6 +1,6 @@
 // Stage 3: out = weights . values * factor / row_sum for one slice of rows; in the backward also dQ = scale * dS . key.
 //
-// Tensor Core (or plain) product of a block tile, gemm/mainloop.cuh, then per quad of columns: times factor / row_sum,
+// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, then per quad of columns: times factor / row_sum,
 // where a row whose sum is 0 (no visible key) gives exactly 0. Causal: k ends at the last key that a row of the tile
 // sees.
 // Over many keys (p.carry) the sum is made in parts of kPartKeys, a launch each, and carried from one to the next in float.
@@ -9,7 +9,8 @@
 #include "attention/pipeline/carry.cuh"
 #include "attention/pipeline/params.h"
 #include "core/arithmetic.h"
-#include "gemm/sm80/mainloop.cuh"
+#include "core/dispatch.h"
+#include "gemm/mainloop.cuh"
 
 namespace attention_ext {
 namespace {
@@ -121,7 +122,7 @@ cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) 
   const int64_t keys = params.slice.col_count, length = params.carry != nullptr ? kPartKeys : std::max<int64_t>(keys, 1);
   cudaError_t status = cudaSuccess;
   for (int64_t begin = 0; status == cudaSuccess && (begin == 0 || begin < keys); begin += length) {
-    const ValuesParams part = {{params}, {static_cast<int>(begin), static_cast<int>(std::min(begin + length, keys))}};
+    const ValuesParams part = {params, {static_cast<int>(begin), static_cast<int>(std::min(begin + length, keys))}};
     status = launch_tiles<Tile>(scores_values_kernel<Tile>, part, params.slice.row_count, params.Ev, params.slice.batch_count,
                                 stream);
   }
@@ -131,13 +132,7 @@ cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) 
 }  // namespace
 
 cudaError_t launch_scores_values(const ScoresValuesParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_typed<float>(params, stream);
-    case DataType::kDouble: return launch_typed<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

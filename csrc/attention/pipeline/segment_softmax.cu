@@ -8,12 +8,13 @@
 // Grid: one CTA of 256 threads per 32 rows of up to 1024 keys (8 lanes a row), 8 rows of up to 4096 (a warp a row), or one row.
 // Shared memory: 96 bytes.
 #include "attention/pipeline/params.h"
-#include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/random.cuh"
 #include "device/common/row_reduce.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
+#include "gemm/tile.cuh"
 
 namespace attention_ext {
 namespace {
@@ -139,17 +140,9 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
 
 template <class Tile>
 cudaError_t launch_tile(const SegmentSoftmaxParams& params, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
   auto* kernel = params.dropout.seed == nullptr ? segment_softmax_kernel<Tile, false> : segment_softmax_kernel<Tile, true>;
-  const int64_t rows = params.slice.batch_count * params.slice.row_count;
-  for (int64_t first = 0; first < rows; first += kMaxBlocks * Tile::kRowsPerCta) {
-    const int64_t blocks = ceil_div(rows - first, Tile::kRowsPerCta);
-    kernel<<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kSoftmaxThreads, 0, stream>>>(
-        params, RowsByCols<typename Tile::T>::kM, first);
-    const cudaError_t status = cudaGetLastError();
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+  return launch_rows(kernel, kSoftmaxThreads, params.slice.batch_count * params.slice.row_count, Tile::kRowsPerCta, stream,
+                     params, RowsByCols<typename Tile::T>::kM);
 }
 
 template <class T>
@@ -162,11 +155,7 @@ cudaError_t launch_typed(const SegmentSoftmaxParams& params, cudaStream_t stream
 }  // namespace
 
 cudaError_t launch_segment_softmax(const SegmentSoftmaxParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_half_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

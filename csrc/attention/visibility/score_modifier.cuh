@@ -6,6 +6,7 @@
 #include "attention/pipeline/params.h"
 #include "attention/visibility/score_place.cuh"
 #include "device/common/math.cuh"
+#include "device/common/types.cuh"
 
 namespace attention_ext {
 

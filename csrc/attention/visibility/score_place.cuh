@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/slice.h"
-#include "gemm/sm80/tile.cuh"
+#include "gemm/tile_order.cuh"
 
 namespace attention_ext {
 

@@ -103,7 +103,7 @@ __device__ __forceinline__ void store_quad(T* row, int col, int end, int64_t col
   }
 }
 
-// The same for a row that begins `offset` elements behind `data`, of T or, if `wide`, of its accumulator type.
+// The same for a row that begins `offset` elements after `data`, of T or, if `wide`, of its accumulator type.
 template <class T>
 __device__ __forceinline__ void store_quad(void* data, int64_t offset, bool wide, int col, int end, int64_t col_stride,
                                            bool vector, const Accumulator<T> (&in)[4]) {

@@ -23,7 +23,7 @@ __device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map,
       : "memory");
 }
 
-// Sets the batch coordinates of a map that sm90/tensor_map.h made of a view (batch dims..., rows, cols): matrix n.
+// Sets the batch coordinates of a map that core/tensor_map.h made of a view (batch dims..., rows, cols): matrix n.
 __device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& batch, const MatrixView& view, uint32_t n) {
 #pragma unroll
   for (int dim = 2; dim < 5; ++dim) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// True in one thread of a whole warp. The compiler knows it is one, and issues the copies behind it without a loop over threads.
+// True in one thread of a whole warp. The compiler knows that it is one, and issues that thread's copies without a loop over threads.
 __device__ __forceinline__ bool elect_thread() {
   uint32_t elected;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(elected));

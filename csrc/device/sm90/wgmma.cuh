@@ -1,4 +1,4 @@
-// Warpgroup products on Tensor Cores (wgmma: sm_90a), one instruction per function.
+// Products of a warpgroup on Tensor Cores (wgmma: sm_90a), one instruction per function.
 //
 // D (64 x n, float, registers) += A (64 x 16) . B (16 x n), both half types in shared memory. Four consecutive warps issue together.
 // A thread of warp w holds rows 16 w + lane / 4 and 8 more, columns 8 i + lane % 4 * 2 and the next, in d[4 i .. 4 i + 3]: two columns

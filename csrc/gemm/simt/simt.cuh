@@ -4,7 +4,7 @@
 #pragma once
 
 #include "device/sm80/cp_async.cuh"
-#include "gemm/sm80/tile.cuh"
+#include "gemm/tile.cuh"
 
 namespace attention_ext {
 

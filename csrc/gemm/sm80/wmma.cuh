@@ -1,6 +1,6 @@
 // Multiply policy for half and bfloat16: wmma 16x16x16 on Tensor Cores, float accumulators.
-// Warps stand 2 x 2 in the 128x128 block tile, each with 4x4 fragments: 128 accumulator registers a thread; or, where steps are promoted,
-// 2 x 4, each with 4x2 fragments of a step and as many sums.
+// Warps stand 2 x 2 in the 128x128 block tile, each with 4x4 fragments: 128 accumulator registers a thread; for
+// float32 as two half terms (kSplitHalf) 2 x 4, each with 4x2 fragments of a step and as many sums.
 #pragma once
 
 #include <mma.h>
@@ -8,7 +8,7 @@
 #include <type_traits>
 
 #include "device/sm80/wmma_load.cuh"
-#include "gemm/sm80/tile.cuh"
+#include "gemm/tile.cuh"
 
 namespace attention_ext {
 
@@ -32,7 +32,7 @@ class WmmaMultiply {
   // the first fragments are on their way.
   template <class Meanwhile>
   __device__ __forceinline__ void multiply(uint32_t s_a, uint32_t s_b, Meanwhile meanwhile) {
-    if constexpr (Tile::kPromoted) {
+    if constexpr (Tile::kSplitHalf) {
       FragmentC step[kFragmentsM][kFragmentsN];
 #pragma unroll
       for (int i = 0; i < kFragmentsM; ++i) {

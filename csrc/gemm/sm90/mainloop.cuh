@@ -1,17 +1,17 @@
-// The tiled main loop of matrix products by warpgroups (Hopper): C[128, 256] = sum over k of A[m, k] * B[k, n], tile after tile.
+// The main loop of matrix products by wgmma (Hopper): C[kM, kN] = sum over k of A[m, k] * B[k, n], tile after tile.
 //
-// 1. CTAs stay, one an SM, and take every gridDim.x-th tile. One thread loads steps of 64 in k with TMA, kStages buffers
+// 1. Persistent CTAs, one an SM, take every gridDim.x-th tile. One thread loads steps of 64 in k with TMA, kStages buffers
 //    ahead, on into the next tile while the epilogue of this one runs.
-// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers. Operands of two terms (Tile::kTerms) take three
-//    products, whose sum over a step joins the result by float additions: Tensor Cores truncate as they add.
+// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers. float32 operands as two half terms (split_half:
+//    Tile::kTerms is 2) take three products, whose sum over a step is added to the result in float: Tensor Cores truncate as they add.
 // 3. They hand it to the epilogue.
 //
 // `Work` is what differs between kernels:
 //   tiles()                       how many there are
 //   aim(tile)                     Place of a tile: at least `steps` (0: left out) and the positions `a` and `b` of its first boxes
-//   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and 8 below, read ahead so that its latency is hidden
+//   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and `row` + 8, read ahead to hide its latency
 //   store(place, row, fetched, product, s_strip)   the epilogue
-// Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, while products of the tile before run.
+// Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, during the products of this one.
 #pragma once
 
 #include "device/sm80/cp_async.cuh"
@@ -21,13 +21,14 @@
 #include "device/sm90/wgmma.cuh"
 #include "gemm/sm90/strip.cuh"
 #include "gemm/sm90/tile.cuh"
+#include "gemm/tile_order.cuh"
 
 namespace attention_ext {
 
 constexpr int kBarrierSkew = 1;  // of bar.sync; 0 is __syncthreads
 
 struct WgmmaMaps {
-  CUtensorMap a, b;  // boxes of kM rows; of kN rows, or of 64 rows with kColumnsB. Terms are the innermost batch dim
+  CUtensorMap a, b;  // boxes of kM rows; of kN rows, or of 64 rows with kColumnsB. The half terms are the innermost batch dim
 };
 
 template <class Tile, class Work>
@@ -106,8 +107,8 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
   };
   RingPlace<Tile::kStages> ring;
   float product[Tile::kN / 2];
-  // The second warpgroup begins kSkew steps behind the first, and so it stays: the epilogue of one then falls into products of the
-  // other, which alone has all of the Tensor Cores.
+  // The second warpgroup stays kSkew steps later than the first: the epilogue of one then overlaps products of the other, which has
+  // the Tensor Cores to itself.
   bool leads = consumer == 0;
   if (!leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
   const auto let_follow = [&](int step, int steps) {
@@ -178,9 +179,12 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
   if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
 }
 
-// The body of a kernel.
-template <class Tile, class Work>
-__device__ __forceinline__ void run_wgmma_tiles(const Work& work, const WgmmaMaps& maps) {
+// The kernel of Work<Tile>{params}.
+template <template <class> class Work, class Tile, class Params>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    wgmma_kernel(const __grid_constant__ Params params, const __grid_constant__ WgmmaMaps maps) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  const Work<Tile> work = {params};
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
@@ -204,16 +208,19 @@ __device__ __forceinline__ void run_wgmma_tiles(const Work& work, const WgmmaMap
     take_registers<Tile::kConsumerRegisters>();
     multiply_tiles<Tile>(work, shared, warpgroup);
   }
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
 }
 
-// One CTA for every SM, or fewer where there are fewer tiles.
-template <class Tile, class Params>
-cudaError_t launch_wgmma_tiles(void (*kernel)(Params, WgmmaMaps), const Params& params, const WgmmaMaps& maps, int64_t tiles,
-                               cudaStream_t stream) {
+// Persistent CTAs: one for every SM, or fewer where there are fewer tiles.
+template <template <class> class Work, class Tile, class Params>
+cudaError_t launch_wgmma_tiles(const Params& params, const WgmmaMaps& maps, int64_t tiles, cudaStream_t stream) {
   if (tiles == 0) return cudaSuccess;
   int device = 0, sms = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  auto* kernel = wgmma_kernel<Work, Tile, Params>;
   constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
   if (status == cudaSuccess) {
     status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);

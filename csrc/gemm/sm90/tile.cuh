@@ -1,11 +1,10 @@
-// The tiles of matrix products by warpgroups (Hopper) and the layouts of shared memory that follow.
+// The tiles of sm90/mainloop.cuh's products by wgmma (Hopper) and the layouts of shared memory that follow.
 #pragma once
 
 #include <cstdint>
 
 #include "device/common/types.cuh"
 #include "device/sm80/cp_async.cuh"
-#include "gemm/sm80/tile.cuh"
 
 namespace attention_ext {
 
@@ -14,13 +13,13 @@ template <class T_, bool kColumnsB_, int kN_ = 256>
 struct WgmmaTile {
   using T = T_;
   static constexpr bool kColumnsB = kColumnsB_;
-  static constexpr int kTerms = 1;  // whose sum an operand's element is
+  static constexpr int kTerms = 1;  // half terms of an operand's element
   // Two warpgroups of 64 x 256: 128 accumulators a thread, as many as leave room for an epilogue, and the fewest reads of shared
   // memory per product (10 KB per 64 x 256 x 16). One CTA an SM.
   static constexpr int kM = 128, kN = kN_;
   static constexpr int kK = 64;                      // a row of 128 bytes, the widest swizzle
   static constexpr int kStages = kN == 256 ? 4 : 5;  // 192 or 200 KB; what is left holds the strips of the epilogue
-  static constexpr int kSkew = kStages - 2;          // steps that the second warpgroup begins behind the first
+  static constexpr int kSkew = kStages - 2;          // steps that the second warpgroup begins after the first
   static constexpr int kConsumers = 2;               // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
@@ -45,8 +44,8 @@ struct WgmmaTile {
   }
 };
 
-// Operands in float, as two half terms each, high + low: a product is high . high + high . low + low . high, summed over a step of kK
-// on Tensor Cores and from there on in float registers.
+// split_half: float32 operands as two half terms each, high + low. A product is high . high + high . low + low . high, summed over a
+// step of kK on Tensor Cores and over the steps in float registers.
 struct SplitHalfWgmmaTile {
   using T = __half;
   static constexpr bool kColumnsB = false;

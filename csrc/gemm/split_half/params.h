@@ -1,4 +1,4 @@
-// float32 as two terms in half precision: what a row of them is, and the launcher that makes them.
+// split_half, float32 as the sum of two half terms: what there is of a row, and the launcher that makes it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,15 +7,15 @@
 
 namespace attention_ext {
 
-// A row's exponent, or one of the two below, and the magnitude of the sum of what its terms leave out of elements so small that it is no
-// mere share of them, in units of 2^exponent: as it is or beside partners of the elements' signs, the larger.
 struct SplitHalfRow {
-  int32_t exponent;
+  int32_t exponent;  // or one of the two below
+  // In units of 2^exponent, over the row's small elements, whose low term is subnormal: the sum of what the two terms leave out, or of
+  // that with the elements' signs, the larger magnitude. An element's partner in a product may have either sign.
   float left_out;
 };
 constexpr int32_t kRowOfZeros = -100000, kRowNotFinite = 100000;  // exponents of such rows
 
-// Rows of float as two half terms each: x = (high + low) * 2^exponent of its row, high and low in (2, rows, pitch).
+// Rows of float: x = (high + low) * 2^exponent of its row, high and low in (2, rows, pitch).
 struct SplitHalfRowsParams {
   MatrixView source;  // (rows, cols), float
   int64_t rows, cols;

@@ -1,15 +1,14 @@
 // Rows of float as sums of two half terms, for float products on Tensor Cores (Ootomo and Yokota 2022, arXiv 2203.03341):
 // x = (high + low) * 2^exponent, exponent so that the row's largest magnitude is in [2^14, 2^15) of half precision.
 //
-// high = half(x / 2^exponent), low = half(x / 2^exponent - high): right to 2^-23 of the element, or to 2^-39 of the row's largest where
-// that is more.
-// Rows with an infinity or a NaN, and rows of zeros, are marked by their exponent; their terms are what comes of it.
+// high = half(x / 2^exponent), low = half(x / 2^exponent - high). The error is at most the larger of 2^-23 of the element and 2^-39 of
+// the row's largest.
+// Rows with an infinity or a NaN, and rows of zeros, are marked by their exponent; nobody relies on the terms of the former.
 // Rows up to 8192 are read once, wider ones twice. Grid: one CTA of 256 threads per row. Shared memory: 96 bytes.
 #include <cuda_fp16.h>
 
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
-#include "gemm/sm80/tile.cuh"
 #include "gemm/split_half/params.h"
 
 namespace attention_ext {
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kQuads = 8;             // of a row in a thread's registers
-constexpr float kLowNormal = 0.25f;   // below it low is subnormal: right to 2^-25, not to a share of the element
+constexpr float kLowNormal = 0.25f;   // below it low is subnormal: an error of 2^-25, not a share of the element
 constexpr int kLargestExponent = 14;  // of the row's largest magnitude in half precision; 15 would leave no room to round up
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) split_half_rows_kernel(const __grid_
   const float first = power_of_two(-exponent / 2), second = power_of_two(-exponent - -exponent / 2);
   __half* g_high = static_cast<__half*>(p.terms) + row * pitch;
   __half* g_low = g_high + p.rows * pitch;
-  float left_out[2] = {0.0f, 0.0f};  // as it is, and beside a partner of the element's own sign
+  float left_out[2] = {0.0f, 0.0f};  // as it is, and with the element's sign
   for_each_quad([&](float (&values)[4], int col) {
     if constexpr (!kCached) load(values, col);
     if (col >= pitch) return;

@@ -1,14 +1,14 @@
-// The float linear layer on Tensor Cores of every card: out = input . weight^T + bias by three products of half terms (split_rows.cu).
+// The float linear layer on Tensor Cores of every card: out = input . weight^T + bias by split_half, three products of half terms.
 //
 // Product of a block tile by wmma, gemm/mainloop.cuh, that runs over three pairs of matrices: low . high, high . low, high . high. The
 // sum of each step of 64 in k is added to float registers, as Tensor Cores truncate what they add. Epilogue: exponents of row and
-// column, bias. Tiles with a row that is not finite, or with a row or a column that is tiny beside its operands, are marked
-// (warpgroup_linear.cu says why): tiled_linear.cu makes those anew.
+// column, bias. Tiles with a row that is not finite, or with a row or a column that is tiny relative to its operands, are marked
+// (sm90/wgmma_linear.cu says why): tiled_linear.cu makes those anew.
 // Grid: one CTA per block tile (tile_of), 256 threads, one CTA an SM. Shared memory: 76,928 bytes.
 #include "core/tensors.h"
-#include "gemm/sm80/mainloop.cuh"
+#include "gemm/mainloop.cuh"
+#include "gemm/split_half/epilogue.cuh"
 #include "gemm/split_half/params.h"
-#include "gemm/split_half/sum_terms.cuh"
 #include "linear/params.h"
 
 namespace attention_ext {
@@ -16,7 +16,7 @@ namespace {
 
 using Tile = SplitHalfTile;
 
-struct SplitLinearParams : SplitHalfLinearParams {
+struct SplitLinearParams : LinearPartParams {
   BatchDims terms;             // (2, 2), of which three: (0, 0), (0, 1), (1, 0)
   MatrixView inputs, weights;  // low, high, high; high, low, high
 };
@@ -75,8 +75,8 @@ struct SplitHalfLinearWork {
       for (int e = 0; e < 4; ++e) {
         const bool in = quad_col + e < cols;
         const int of_col = s_col[quad_col + e].exponent;
-        largest = fmaxf(largest, fabsf(sum[e]) * beside_largest(of_col, column_exponent));
-        s_col[quad_col + e].join(fabsf(sum[e]) * beside_largest(of_row, row_exponent));
+        largest = fmaxf(largest, fabsf(sum[e]) * relative_to_largest(of_col, column_exponent));
+        s_col[quad_col + e].join(fabsf(sum[e]) * relative_to_largest(of_row, row_exponent));
         x[e] = times_power_of_two(sum[e], of_row + of_col);
         if (p.bias != nullptr && in) x[e] += g_bias[(quad_col + e) * p.bias_stride];
       }
@@ -87,7 +87,7 @@ struct SplitHalfLinearWork {
     const int count = s_count[is_row ? 1 : 0], others = s_count[is_row ? 0 : 1];
     const float largest = __int_as_float((is_row ? s_row : s_col)[mine].sum);
     const float left_out = own.left_out + __int_as_float(s_left_out[is_row ? 1 : 0]);
-    const bool tiny = exponent != kRowOfZeros && count > 0 && !(largest >= LeastRightSum(p.K, count, others)(left_out));
+    const bool tiny = exponent != kRowOfZeros && count > 0 && !(largest >= LeastAccurateSum(p.K, count, others)(left_out));
     if (tiny || exponent == kRowNotFinite) p.suspect[row / Tile::kM * p.suspect_pitch + col / Tile::kN] = 1;
   }
 };
@@ -101,9 +101,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
 
 }  // namespace
 
-cudaError_t launch_split_half_linear(const SplitHalfLinearParams& params, cudaStream_t stream) {
+cudaError_t launch_split_half_linear(const LinearPartParams& params, cudaStream_t stream) {
   static_assert(Tile::kM == kLinearTile && Tile::kN == kLinearTile, "tiles are marked one by one");
-  SplitLinearParams split = {{params}, {{2, 2}, 2}, params.input, params.weight};
+  SplitLinearParams split = {params, {{2, 2}, 2}, params.input, params.weight};
   const int64_t to_low = params.input.batch_stride[0];
   split.inputs.data = static_cast<__half*>(params.input.data) + to_low;
   split.inputs.batch_stride[0] = split.inputs.batch_stride[1] = -to_low;

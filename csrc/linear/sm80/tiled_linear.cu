@@ -1,13 +1,15 @@
 // The linear layer on every card and in every dtype: out = input . weight^T + bias in the accumulator type; and the statistics of out's
 // columns by a kernel of their own.
 //
-// Tensor Core (half types) or plain product of a block tile, gemm/mainloop.cuh. Behind the products of terms both kernels do only the tiles
-// that it has marked, and their CTAs return at once elsewhere.
+// Product of a block tile on Tensor Cores (half types) or CUDA cores, gemm/mainloop.cuh. After a split_half product both kernels do only
+// the tiles that it has marked: the other CTAs return at once.
 // Grid: one CTA per block tile; statistics: one of 128 threads, a column each, per 128 x 128. Shared memory: 74,752 bytes (half types),
 // 62,464 (float), 56,320 (double).
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "core/tensors.h"
-#include "gemm/sm80/mainloop.cuh"
+#include "gemm/mainloop.cuh"
 #include "linear/params.h"
 
 namespace attention_ext {
@@ -61,14 +63,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                  TileLoader<Tile, typename Tile::B>(p.batch, p.weight));
 }
 
-template <class T>
-cudaError_t launch_product(const LinearParams& params, cudaStream_t stream) {
-  using Tile = RowsByRows<T>;
-  if (params.suspect != nullptr && (Tile::kM != kLinearTile || Tile::kN != kLinearTile)) return cudaErrorInvalidValue;
-  TiledLinearParams tiled = {{params}, {{1}, 1}};
-  return launch_tiles<Tile>(tiled_linear_kernel<Tile>, tiled, params.M, params.N, 1, stream);
-}
-
 template <class A>
 __global__ void __launch_bounds__(kLinearTile) column_statistics_kernel(const __grid_constant__ LinearParams p, int n_tiles) {
   if (p.suspect != nullptr && p.suspect[blockIdx.x] == 0) return;
@@ -99,7 +93,7 @@ template <class A>
 cudaError_t launch_statistics(const LinearParams& params, cudaStream_t stream) {
   const int64_t n_tiles = ceil_div(params.N, kLinearTile), tiles = ceil_div(params.M, kLinearTile) * n_tiles;
   if (tiles == 0) return cudaSuccess;
-  if (tiles > 0x7fffffff) return cudaErrorInvalidConfiguration;
+  if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
   column_statistics_kernel<A><<<static_cast<unsigned>(tiles), kLinearTile, 0, stream>>>(params, static_cast<int>(n_tiles));
   return cudaGetLastError();
 }
@@ -107,13 +101,12 @@ cudaError_t launch_statistics(const LinearParams& params, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launch_tiled_linear(const LinearParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_product<__half>(params, stream);
-    case DataType::kBFloat16: return launch_product<__nv_bfloat16>(params, stream);
-    case DataType::kFloat: return launch_product<float>(params, stream);
-    case DataType::kDouble: return launch_product<double>(params, stream);
-  }
-  return cudaErrorInvalidValue;
+  return dispatch_type(params.type, [&](auto element) {
+    using Tile = RowsByRows<decltype(element)>;
+    if (params.suspect != nullptr && (Tile::kM != kLinearTile || Tile::kN != kLinearTile)) return cudaErrorInvalidValue;
+    const TiledLinearParams tiled = {params, {{1}, 1}};
+    return launch_tiles<Tile>(tiled_linear_kernel<Tile>, tiled, params.M, params.N, 1, stream);
+  });
 }
 
 cudaError_t launch_column_statistics(const LinearParams& params, cudaStream_t stream) {

@@ -1,21 +1,23 @@
-// The linear layer by warpgroups (Hopper): out = input . weight^T + bias in float, with statistics of out's columns.
+// The linear layer by wgmma (Hopper): out = input . weight^T + bias in float, with statistics of out's columns.
 //
-// Products of block tiles, gemm/warpgroup_mainloop.cuh. float operands come as two half terms each (split_rows.cu), tiles of 128 x 128,
+// Products of block tiles, gemm/sm90/mainloop.cuh. float operands come as two half terms each (split_half), in tiles of 128 x 128,
 // and the partial sums of every step of 64 in k are added to float registers, as Tensor Cores truncate what they add. Half types
-// come as they are, tiles of 128 x 256. Epilogue: exponents of row and column, bias, mean and squares of each column over the
+// come as they are, in tiles of 128 x 256. Epilogue: exponents of row and column, bias, mean and squares of each column over the
 // warp's 16 rows.
 //
-// What the terms leave out of an element is 2^-39 of its row's largest. It shows only where a row or a column of the product is tiny beside
-// its operands (columns scaled one way in input and the other way in weight, an outlier that meets zeros): terms.cuh. The epilogue finds such
-// rows of a tile and columns of a warp's 16 rows, and rows that are not finite, and marks the tile: tiled_linear.cu makes it anew.
-// Grid: one CTA an SM, which stays; 384 threads. Shared memory: the tiles' Shared. Registers: 232 a consumer thread.
+// What the half terms leave out of an element is 2^-39 of its row's largest. It shows only where a row or a column of the product is tiny
+// relative to its operands (columns scaled up in input and down in weight, an outlier that meets zeros): gemm/split_half/epilogue.cuh. The
+// epilogue finds such rows of a tile and such columns of a warp's 16 rows, and rows that are not finite, and marks the tile:
+// tiled_linear.cu makes it anew.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: the tiles' Shared. Registers: 232 a consumer thread.
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
 #include "core/tensor_map.h"
 #include "core/tensors.h"
 #include "device/common/math.cuh"
 #include "gemm/sm90/mainloop.cuh"
+#include "gemm/split_half/epilogue.cuh"
 #include "gemm/split_half/params.h"
-#include "gemm/split_half/sum_terms.cuh"
 #include "linear/params.h"
 
 namespace attention_ext {
@@ -27,7 +29,7 @@ struct WgmmaLinearWork {
   static constexpr bool kTerms = Tile::kTerms == 2;
   using Bias = std::conditional_t<kTerms, float, T>;
 
-  const SplitHalfLinearParams& p;
+  const LinearPartParams& p;
 
   struct Place {
     int row, col;    // of the tile's first element
@@ -53,7 +55,7 @@ struct WgmmaLinearWork {
     return at;
   }
 
-  // What the terms of the two rows say of them.
+  // The thread's two rows.
   struct Fetched {
     SplitHalfRow first, second;
   };
@@ -99,7 +101,7 @@ struct WgmmaLinearWork {
         left_out = maximum(left_out, __shfl_xor_sync(0xffffffffu, left_out, lanes));
       }
     }
-    const LeastRightSum least_of_column(p.K, terms_rows, columns);
+    const LeastAccurateSum least_of_column(p.K, terms_rows, columns);
     float largest[2] = {0.0f, 0.0f};
     bool suspect = column_exponent == kRowNotFinite || row_exponent == kRowNotFinite;
 #pragma unroll
@@ -119,8 +121,8 @@ struct WgmmaLinearWork {
         for (int half = 0; half < 2; ++half) {
           const float sum = product[group * 4 + half * 2 + e];
           if constexpr (kTerms) {
-            largest[half] = maximum(largest[half], fabsf(sum) * beside_largest(exponent, column_exponent));
-            largest_of_column = maximum(largest_of_column, fabsf(sum) * beside_largest(exponents[half], row_exponent));
+            largest[half] = maximum(largest[half], fabsf(sum) * relative_to_largest(exponent, column_exponent));
+            largest_of_column = maximum(largest_of_column, fabsf(sum) * relative_to_largest(exponents[half], row_exponent));
             x[half][e] = times_power_of_two(sum, exponents[half] + exponent) + bias;
           } else {
             x[half][e] = sum + bias;
@@ -158,7 +160,7 @@ struct WgmmaLinearWork {
       }
     }
     if constexpr (kTerms) {
-      const LeastRightSum least_of_row(p.K, columns, terms_rows);
+      const LeastAccurateSum least_of_row(p.K, columns, terms_rows);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         largest[half] = maximum(largest[half], __shfl_xor_sync(0xffffffffu, largest[half], 1));
@@ -191,17 +193,7 @@ struct WgmmaLinearWork {
 };
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    wgmma_linear_kernel(const __grid_constant__ SplitHalfLinearParams p, const __grid_constant__ WgmmaMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_wgmma_tiles<Tile>(WgmmaLinearWork<Tile>{p}, maps);
-#else
-  __trap();  // never launched: an image for another card must not return what nobody wrote
-#endif
-}
-
-template <class Tile>
-cudaError_t launch_tile(const SplitHalfLinearParams& params, cudaStream_t stream) {
+cudaError_t launch_tile(const LinearPartParams& params, cudaStream_t stream) {
   static_assert(Tile::kTerms == 1 || (Tile::kM == kLinearTile && Tile::kN == kLinearTile), "tiles are marked one by one");
   const DataType type = Tile::kTerms == 2 ? DataType::kHalf : params.type;
   const BatchDims terms = {{Tile::kTerms}, 1};
@@ -210,19 +202,16 @@ cudaError_t launch_tile(const SplitHalfLinearParams& params, cudaStream_t stream
   if (status == cudaSuccess) status = make_tensor_map(maps.b, type, terms, params.weight, params.cols, params.K, Tile::kN);
   if (status != cudaSuccess) return status;
   const int64_t tiles = ceil_div(params.rows, Tile::kM) * ceil_div(params.cols, Tile::kN);
-  return launch_wgmma_tiles<Tile>(wgmma_linear_kernel<Tile>, params, maps, tiles, stream);
+  return launch_wgmma_tiles<WgmmaLinearWork, Tile>(params, maps, tiles, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_wgmma_linear(const SplitHalfLinearParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_tile<WgmmaTile<__half, false>>(params, stream);
-    case DataType::kBFloat16: return launch_tile<WgmmaTile<__nv_bfloat16, false>>(params, stream);
-    case DataType::kFloat: return launch_tile<SplitHalfWgmmaTile>(params, stream);
-    case DataType::kDouble: break;
-  }
-  return cudaErrorInvalidValue;
+cudaError_t launch_wgmma_linear(const LinearPartParams& params, cudaStream_t stream) {
+  return dispatch_among<__half, __nv_bfloat16, float>(params.type, [&](auto element) {
+    using T = decltype(element);
+    return launch_tile<std::conditional_t<std::is_same_v<T, float>, SplitHalfWgmmaTile, WgmmaTile<T, false>>>(params, stream);
+  });
 }
 
 }  // namespace attention_ext

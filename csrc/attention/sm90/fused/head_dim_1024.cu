@@ -2,6 +2,7 @@
 // of rows each compute its scores.
 #include "attention/sm90/fused/fused.h"
 #include "attention/sm90/fused/launch.cuh"
+#include "core/dispatch.h"
 
 namespace attention_ext {
 namespace {
@@ -17,7 +18,7 @@ bool fused_forward_1024_takes(const ForwardParams& params) { return fused_forwar
 
 cudaError_t fused_forward_1024(const ForwardParams& params, cudaStream_t stream) {
   if (!fused_forward_1024_takes(params)) return cudaErrorInvalidValue;
-  return params.type == DataType::kHalf ? launch_typed<__half>(params, stream) : launch_typed<__nv_bfloat16>(params, stream);
+  return dispatch_half_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

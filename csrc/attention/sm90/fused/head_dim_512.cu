@@ -1,6 +1,7 @@
 // The fused forward for head dims up to 512: which tile a problem gets.
 #include "attention/sm90/fused/fused.h"
 #include "attention/sm90/fused/launch.cuh"
+#include "core/dispatch.h"
 
 namespace attention_ext {
 namespace {
@@ -20,7 +21,7 @@ bool fused_forward_512_takes(const ForwardParams& params) { return fused_forward
 
 cudaError_t fused_forward_512(const ForwardParams& params, cudaStream_t stream) {
   if (!fused_forward_512_takes(params)) return cudaErrorInvalidValue;
-  return params.type == DataType::kHalf ? launch_typed<__half>(params, stream) : launch_typed<__nv_bfloat16>(params, stream);
+  return dispatch_half_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

@@ -5,7 +5,6 @@
 #include "attention/sm90/fused/kernel.cuh"
 #include "core/arithmetic.h"
 #include "core/tensor_map.h"
-#include "gemm/sm80/tile.cuh"
 
 namespace attention_ext {
 

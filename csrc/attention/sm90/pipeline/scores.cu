@@ -1,14 +1,15 @@
-// Stage 1 of the pipeline by warpgroups (Hopper): exp(score - reference of its segment of 64 keys) in half precision with the
+// Stage 1 of the pipeline by wgmma (Hopper): exp(score - reference of its segment of 64 keys) in half precision with the
 // segments' statistics, for one slice; what pipeline/qk_scores.cu does there for half types.
 //
-// Product of block tiles of 128 queries by 256 keys, gemm/warpgroup_mainloop.cuh. In the epilogue a segment lies in the registers of
+// Product of block tiles of 128 queries by 256 keys, gemm/sm90/mainloop.cuh. In the epilogue a segment lies in the registers of
 // four lanes: maximum, exponentials, sums, two shuffles each, and the sum of what was rounded by a product with ones; then through shared
 // memory to rows of 128 bytes.
-// Grid: one CTA an SM, which stays; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
-#include "attention/sm90/pipeline/products.h"
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
+#include "attention/sm90/pipeline/pipeline.h"
 #include "attention/softmax/segment.cuh"
 #include "attention/visibility/score_modifier.cuh"
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
 #include "core/tensor_map.h"
 #include "device/sm80/mma.cuh"
 #include "gemm/sm90/mainloop.cuh"
@@ -168,25 +169,15 @@ struct WgmmaScoresWork {
 };
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    wgmma_scores_kernel(const __grid_constant__ QkScoresParams p, const __grid_constant__ WgmmaMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_wgmma_tiles<Tile>(WgmmaScoresWork<Tile>{p}, maps);
-#else
-  __trap();  // never launched: an image for another card must not return what nobody wrote
-#endif
-}
-
-template <class T>
-cudaError_t launch_typed(const QkScoresParams& params, int64_t keys, cudaStream_t stream) {
-  using Tile = WgmmaTile<T, false>;
+cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
+  const int64_t keys = params.slice.col_begin + params.slice.col_count;
   WgmmaMaps maps;
   cudaError_t status = make_tensor_map(maps.a, params.type, params.batch, params.query, params.L, params.E, Tile::kM);
   if (status == cudaSuccess) status = make_tensor_map(maps.b, params.type, params.batch, params.key, keys, params.E, Tile::kN);
   if (status != cudaSuccess) return status;
   const int64_t tiles =
       ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.slice.col_count, Tile::kN) * params.slice.batch_count;
-  return launch_wgmma_tiles<Tile>(wgmma_scores_kernel<Tile>, params, maps, tiles, stream);
+  return launch_wgmma_tiles<WgmmaScoresWork, Tile>(params, maps, tiles, stream);
 }
 
 }  // namespace
@@ -200,12 +191,8 @@ bool wgmma_pipeline_takes(const ForwardParams& params) {
 }
 
 cudaError_t launch_wgmma_scores(const QkScoresParams& params, cudaStream_t stream) {
-  const int64_t keys = params.slice.col_begin + params.slice.col_count;
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, keys, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, keys, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_half_type(params.type,
+                            [&](auto element) { return launch_tile<WgmmaTile<decltype(element), false>>(params, stream); });
 }
 
 }  // namespace attention_ext

@@ -1,11 +1,12 @@
-// Stage 3 of the pipeline by warpgroups (Hopper): out = weights . values * factor / row_sum for one slice of rows; what
+// Stage 3 of the pipeline by wgmma (Hopper): out = weights . values * factor / row_sum for one slice of rows; what
 // pipeline/scores_values.cu does.
 //
-// Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/warpgroup_mainloop.cuh; k ends at the last key that a row of the
+// Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/sm90/mainloop.cuh; k ends at the last key that a row of the
 // tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
-// Grid: one CTA an SM, which stays; causal: longest row tiles first. Shared memory: WgmmaTile::Shared. Registers: 232.
-#include "attention/sm90/pipeline/products.h"
+// Grid: persistent CTAs, one an SM; causal: longest row tiles first. Shared memory: WgmmaTile::Shared. Registers: 232.
+#include "attention/sm90/pipeline/pipeline.h"
 #include "core/arithmetic.h"
+#include "core/dispatch.h"
 #include "core/tensor_map.h"
 #include "gemm/sm90/mainloop.cuh"
 
@@ -108,16 +109,6 @@ struct WgmmaValuesWork {
 };
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    wgmma_values_kernel(const __grid_constant__ ScoresValuesParams p, const __grid_constant__ WgmmaMaps maps) {
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  run_wgmma_tiles<Tile>(WgmmaValuesWork<Tile>{p}, maps);
-#else
-  __trap();  // never launched: an image for another card must not return what nobody wrote
-#endif
-}
-
-template <class Tile>
 cudaError_t launch_tile(const ScoresValuesParams& params, cudaStream_t stream) {
   // The slice's weights as a view of one batch dim.
   BatchDims slice = {{params.slice.batch_count}, 1};
@@ -131,7 +122,7 @@ cudaError_t launch_tile(const ScoresValuesParams& params, cudaStream_t stream) {
   }
   if (status != cudaSuccess) return status;
   const int64_t tiles = ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.Ev, Tile::kN) * params.slice.batch_count;
-  return launch_wgmma_tiles<Tile>(wgmma_values_kernel<Tile>, params, maps, tiles, stream);
+  return launch_wgmma_tiles<WgmmaValuesWork, Tile>(params, maps, tiles, stream);
 }
 
 // Tiles of 192 columns where they pay for fewer that do not exist: head dims up to 192, from 257 to 384 and from 513 to 576 (three
@@ -146,11 +137,7 @@ cudaError_t launch_typed(const ScoresValuesParams& params, cudaStream_t stream) 
 }  // namespace
 
 cudaError_t launch_wgmma_values(const ScoresValuesParams& params, cudaStream_t stream) {
-  switch (params.type) {
-    case DataType::kHalf: return launch_typed<__half>(params, stream);
-    case DataType::kBFloat16: return launch_typed<__nv_bfloat16>(params, stream);
-    default: return cudaErrorInvalidValue;
-  }
+  return dispatch_half_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

@@ -1,4 +1,4 @@
-// The tile policy of every matrix product, and what follows from it: shared memory layout and the order of tiles.
+// The tiles of mainloop.cuh's products, which run on every card, and the layout of shared memory that follows.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "core/arithmetic.h"
 #include "device/common/types.cuh"
 
 namespace attention_ext {
@@ -18,11 +17,14 @@ struct TileShape {
   int ctas_per_sm;  // what registers and shared memory are budgeted for
 };
 
-// The one table of tiles.
-template <class T>
+// The table of tiles. kSplitHalf: float32 operands as two half terms each (gemm/split_half).
+template <class T, bool kSplitHalf>
 constexpr TileShape tile_shape() {
-  if constexpr (sizeof(T) == 2) {
-    // Half types: 4 warps of 64x64, 128 accumulators a thread. A larger warp tile would spill (255 registers), a smaller one
+  if constexpr (kSplitHalf) {
+    // 8 warps of 64x32, 64 accumulators of a step and 64 sums a thread, so one CTA per SM.
+    return {128, 128, 64, 2, 256, 1};
+  } else if constexpr (sizeof(T) == 2) {
+    // wmma: 4 warps of 64x64, 128 accumulators a thread. A larger warp tile would spill (255 registers), a smaller one
     // reads more shared memory per product. Steps of 64 in k are rows of 128 bytes, a whole line of L2; two buffers of them are
     // 72 KB: two CTAs on an SM of 227 KB, one on the cards with 99 KB. A third buffer would not fit there, and took L1 from
     // cp.async where it did (docs/pipeline.md).
@@ -36,9 +38,6 @@ constexpr TileShape tile_shape() {
     return {64, 64, 16, 3, 256, 2};
   }
 }
-
-// Half types whose steps are promoted: 8 warps of 64x32, 64 accumulators of a step and 64 sums a thread, so one CTA per SM.
-constexpr TileShape split_half_tile_shape() { return {128, 128, 64, 2, 256, 1}; }
 
 // How an operand lies in shared memory, as it does in global memory (a copy never transposes).
 enum class Major {
@@ -65,13 +64,13 @@ struct RowValues {
   Acc first, second;
 };
 
-// kPromoted_: the sum of each step is added to float registers, as Tensor Cores truncate what they add.
-template <class T_, Major kMajorA, Major kMajorB, bool kPromoted_ = false>
+// kSplitHalf_: the sum of each step is added to float registers, as Tensor Cores truncate what they add.
+template <class T_, Major kMajorA, Major kMajorB, bool kSplitHalf_ = false>
 struct GemmTile {
   using T = T_;
   using Acc = Accumulator<T>;
-  static constexpr bool kPromoted = kPromoted_;
-  static constexpr TileShape kShape = kPromoted ? split_half_tile_shape() : tile_shape<T>();
+  static constexpr bool kSplitHalf = kSplitHalf_;
+  static constexpr TileShape kShape = tile_shape<T, kSplitHalf>();
   static constexpr int kM = kShape.m, kN = kShape.n, kK = kShape.k;
   static constexpr int kStages = kShape.stages;
   static constexpr int kThreads = kShape.threads;
@@ -110,46 +109,6 @@ using RowsByCols = GemmTile<T, Major::kInner, Major::kOuter>;  // weights . valu
 template <class T>
 using ColsByCols = GemmTile<T, Major::kOuter, Major::kOuter>;  // P^T . grad_out, dS^T . query
 
-using SplitHalfTile = GemmTile<__half, Major::kInner, Major::kInner, true>;  // float rows as half terms
-
-struct TileIndex {
-  int64_t batch;  // from the beginning of the slice
-  int m, n;
-};
-
-// Consecutive CTAs walk down groups of 8 row tiles before they step to the next column tile: the CTAs that run at the
-// same time then share few panels of A and B, which stay in L2.
-__device__ __forceinline__ TileIndex tile_of(unsigned block, int m_tiles, int n_tiles, int64_t first_batch) {
-  constexpr unsigned kGroup = 8;
-  const unsigned per_batch = static_cast<unsigned>(m_tiles) * n_tiles;
-  const unsigned batch = block / per_batch, tile = block - batch * per_batch;
-  const unsigned group = tile / (kGroup * n_tiles), in_group = tile - group * kGroup * n_tiles;
-  const unsigned rows_left = m_tiles - group * kGroup, rows = rows_left < kGroup ? rows_left : kGroup;
-  return {first_batch + batch, static_cast<int>(group * kGroup + in_group % rows), static_cast<int>(in_group / rows)};
-}
-
-// Launches kernel(params, m_tiles, n_tiles, first_batch) over all tiles of `batches` matrices, one CTA each, in as many launches
-// as the one-dimensional grid limit asks for (one, in all but absurd cases).
-template <class Tile, class Params>
-cudaError_t launch_tiles(void (*kernel)(Params, int, int, int64_t), const Params& params, int64_t rows, int64_t cols,
-                         int64_t batches, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 0x7fffffff;
-  const int64_t m_tiles = ceil_div(rows, Tile::kM), n_tiles = ceil_div(cols, Tile::kN);
-  const int64_t tiles = m_tiles * n_tiles;
-  if (tiles == 0 || batches == 0) return cudaSuccess;
-  if (tiles > kMaxBlocks) return cudaErrorInvalidConfiguration;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Tile::kSharedBytes));
-  if (status != cudaSuccess) return status;
-  const int64_t step = kMaxBlocks / tiles;
-  for (int64_t first = 0; first < batches; first += step) {
-    const int64_t count = batches - first < step ? batches - first : step;
-    kernel<<<static_cast<unsigned>(count * tiles), Tile::kThreads, Tile::kSharedBytes, stream>>>(
-        params, static_cast<int>(m_tiles), static_cast<int>(n_tiles), first);
-    const cudaError_t launched = cudaGetLastError();
-    if (launched != cudaSuccess) return launched;
-  }
-  return cudaSuccess;
-}
+using SplitHalfTile = GemmTile<__half, Major::kInner, Major::kInner, true>;  // float32 rows as half terms
 
 }  // namespace attention_ext

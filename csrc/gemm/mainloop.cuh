@@ -1,9 +1,9 @@
-// The one tiled main loop: C[kM, kN] = sum over k of A[m, k] * B[k, n] for the block tile of a CTA.
+// The main loop of matrix products on every card: C[kM, kN] = sum over k of A[m, k] * B[k, n] for the block tile of a CTA.
 //
 // 1. Each operand's loader copies 16-byte chunks of the next step of k with cp.async, or element by element where the tensor's
 //    strides or alignment forbid it; what lies outside the operand becomes zero and is never read.
 // 2. Tile::kStages buffers are in flight; one barrier per step.
-// 3. The multiply policy (wmma.cuh, simt.cuh) accumulates in registers, then hands the block tile out in quads of adjacent
+// 3. The multiply policy (sm80/wmma.cuh for half types, simt/simt.cuh for float and double) accumulates in registers, then hands the block tile out in quads of adjacent
 //    columns to the epilogue.
 //
 // `Work` is what differs between kernels:
@@ -15,12 +15,15 @@
 
 #include <type_traits>
 
+#include "core/arithmetic.h"
+#include "core/launch.cuh"
 #include "core/tensors.h"
 #include "device/common/batch.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "gemm/simt/simt.cuh"
-#include "gemm/sm80/tile.cuh"
 #include "gemm/sm80/wmma.cuh"
+#include "gemm/tile.cuh"
+#include "gemm/tile_order.cuh"
 
 namespace attention_ext {
 
@@ -209,6 +212,22 @@ __device__ __forceinline__ void run_tile(const Work& work, TileLoader<Tile, type
   cp_async_wait<0>();
   __syncthreads();
   work.store(product, shared);
+}
+
+// Launches kernel(params, m_tiles, n_tiles, first_batch) over all tiles of `batches` matrices, one CTA each.
+template <class Tile, class Params>
+cudaError_t launch_tiles(void (*kernel)(Params, int, int, int64_t), const Params& params, int64_t rows, int64_t cols,
+                         int64_t batches, cudaStream_t stream) {
+  const int64_t m_tiles = ceil_div(rows, Tile::kM), n_tiles = ceil_div(cols, Tile::kN), tiles = m_tiles * n_tiles;
+  if (tiles == 0 || batches == 0) return cudaSuccess;
+  if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
+  const cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Tile::kSharedBytes));
+  if (status != cudaSuccess) return status;
+  return launch_parts(batches, kMaxCtas / tiles, [&](int64_t first, int64_t count) {
+    kernel<<<static_cast<unsigned>(count * tiles), Tile::kThreads, Tile::kSharedBytes, stream>>>(
+        params, static_cast<int>(m_tiles), static_cast<int>(n_tiles), first);
+  });
 }
 
 }  // namespace attention_ext

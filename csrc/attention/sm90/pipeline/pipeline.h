@@ -1,14 +1,16 @@
-// The pipeline's two products by wgmma, on Hopper.
+// The pipeline's forward with its two products by wgmma, on Hopper.
 #pragma once
 
 #include "attention/pipeline/params.h"
 
 namespace attention_ext {
 
-// The same as qk_scores (as exponentials) and scores_values, by warpgroups on Hopper: half types, operands that its TMA takes.
+// The same as qk_scores (as exponentials) and scores_values: half types, operands that TMA takes.
 cudaError_t launch_wgmma_scores(const QkScoresParams& params, cudaStream_t stream);
 cudaError_t launch_wgmma_values(const ScoresValuesParams& params, cudaStream_t stream);
 
 bool wgmma_pipeline_takes(const ForwardParams& params);
+int64_t wgmma_pipeline_workspace(const ForwardParams& params);
+cudaError_t wgmma_pipeline(const ForwardParams& params, cudaStream_t stream);
 
 }  // namespace attention_ext

@@ -1,0 +1,48 @@
+// The params of a stage from those of the call. Pure host code.
+#pragma once
+
+#include "attention/pipeline/params.h"
+
+namespace attention_ext {
+
+// The stage's params as far as all stages have them; the rest is zero.
+template <class Stage>
+Stage stage_of(const ForwardParams& params, const Slice& slice) {
+  Stage stage = {};
+  stage.batch = params.batch;
+  stage.slice = slice;
+  stage.L = params.L;
+  stage.dropout = params.dropout;
+  stage.type = params.type;
+  stage.causal = params.causal;
+  return stage;
+}
+
+// Scores of a slice, but for what becomes of them.
+inline QkScoresParams scores_of(const ForwardParams& params, const Slice& slice) {
+  QkScoresParams scores = stage_of<QkScoresParams>(params, slice);
+  scores.E = params.E;
+  scores.scale = params.scale;
+  scores.query = params.query;
+  scores.key = params.key;
+  scores.mask = params.mask;
+  scores.mask_type = params.mask_type;
+  return scores;
+}
+
+// The factor of the weights that dropout keeps.
+inline double kept_factor(const Dropout& dropout) { return dropout.seed != nullptr ? dropout.keep_scale : 1.0; }
+
+// A matrix stack in the workspace: `rows` x `cols` per matrix, counted from the slice's own first row and column.
+inline MatrixView slice_view(void* data, int64_t rows, int64_t pitch, bool vector) {
+  MatrixView view = {};
+  view.data = data;
+  view.slice_stride = rows * pitch;
+  view.row_stride = pitch;
+  view.col_stride = 1;
+  view.group = 1;
+  view.vector = vector;
+  return view;
+}
+
+}  // namespace attention_ext
