@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import error_rule
 import pytest
-import reference
 import torch
 from helpers import (
     FLOATS,
@@ -62,8 +62,8 @@ def test_summed_before_rounding(device: str, name: str, dtype: torch.dtype) -> N
     _, _, want = oracle_with_grads([*inputs, None], grad, False, None, False)
     for mine, right, t in zip(grads, want, inputs, strict=True):
         assert mine.shape == t.shape and mine.dtype == dtype
-        largest, _ = reference.errors(mine, right)
-        assert largest <= 8 * torch.finfo(dtype).eps * max(1.0, reference.largest(right))
+        largest, _ = error_rule.errors(mine, right)
+        assert largest <= 8 * torch.finfo(dtype).eps * max(1.0, error_rule.largest(right))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

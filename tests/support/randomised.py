@@ -1,6 +1,6 @@
 """Checks random problems: `python tests/support/randomised.py --device cuda --examples 2000`, or `--case "Case(seed=7, ...)"`.
 
-Results are held to the error rule of reference.py against float64, with the plain formula in the call's own dtype in place of
+Results are held to the error rule (error_rule.py) against float64, with the plain formula in the call's own dtype in place of
 PyTorch's operator. On a GPU the examples are spread over processes, and one example waits for the card once: inputs are drawn on
 the CPU, small oracles stay there, and all results come back together.
 """
@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import error_rule
 import kernels
 import reference
 import torch
@@ -140,10 +141,10 @@ def _check_lse(lse: Tensor, want: Tensor, base: Tensor) -> None:
     lse, base = lse.double(), base.double()
     alive = want.isfinite()
     assert torch.equal(lse == NEG_INF, ~alive), "lse: -inf exactly for rows without a visible key"
-    limit = 2 * reference.errors(base[alive], want[alive])[0] + 16 * torch.finfo(single).eps * max(
-        1.0, reference.largest(want[alive])
+    limit = 2 * error_rule.errors(base[alive], want[alive])[0] + 16 * torch.finfo(single).eps * max(
+        1.0, error_rule.largest(want[alive])
     )
-    error = reference.errors(lse[alive], want[alive])[0]
+    error = error_rule.errors(lse[alive], want[alive])[0]
     assert error <= limit, f"lse: error {error:.3e}, limit {limit:.3e}"
 
 
@@ -164,7 +165,7 @@ def _less_lse_part(triples: dict[str, tuple[Tensor, Tensor, Tensor]], alone: dic
     """
     for name, through_out in alone.items():
         entry = f"gradient of {name}"
-        if entry in triples and reference.largest(through_out) < 1e-6 * among:
+        if entry in triples and error_rule.largest(through_out) < 1e-6 * among:
             part = triples[entry][1] - through_out
             got, want, base = (t.double() - part for t in triples[entry])
             triples[entry] = got, want, base
@@ -178,8 +179,8 @@ def _cancelling(case: Case, given: Operands, out: Tensor) -> float:
     """
     query, key = given.inputs[:2]
     scale = reference.default_scale(case.query[-1]) if case.scale is None else abs(case.scale)
-    delta = reference.largest((given.grad.double() * out).abs().sum(-1))
-    return delta * scale * max(reference.largest(query), reference.largest(key))
+    delta = error_rule.largest((given.grad.double() * out).abs().sum(-1))
+    return delta * scale * max(error_rule.largest(query), error_rule.largest(key))
 
 
 def solve(case: Case, device: str, draw: int = 0) -> Results:
@@ -211,7 +212,7 @@ def solve(case: Case, device: str, draw: int = 0) -> Results:
     assert not out.masked_fill(~dead, 0.0).any(), "out: a row without a visible key is 0"
     if lses:
         _check_lse(lses[0], want_lse, lses[1])
-    triples, among = {"out": (out, want, base)}, reference.largest(*want_grads.values())
+    triples, among = {"out": (out, want, base)}, error_rule.largest(*want_grads.values())
     if device == "cuda" and dtype in HALVES and any(case.needs):
         among = max(among, _cancelling(case, host, want))
     names = [n for n, needed in zip(("query", "key", "value", "attn_mask"), case.needs, strict=True) if needed]
@@ -229,7 +230,7 @@ def judge(case: Case, draws: list[Results]) -> None:
     among = max(draw.among for draw in draws)
     for name, first in draws[0].triples.items():
         triple = first if len(draws) == 1 else (torch.cat([d.triples[name][i].flatten() for d in draws]) for i in range(3))
-        reference.check_error(name, *triple, 0.0 if name == "out" else among, getattr(torch, case.dtype))
+        error_rule.check_error(name, *triple, 0.0 if name == "out" else among, getattr(torch, case.dtype))
 
 
 def judge_beside_pytorch(case: Case, result: Results) -> None:
@@ -240,8 +241,8 @@ def judge_beside_pytorch(case: Case, result: Results) -> None:
     grads = _gradients(out, None, [t for t, n in zip(inputs, case.needs, strict=True) if n], result.grad_out, None)
     for (name, (got, want, _)), own in zip(result.triples.items(), (out.detach(), *grads), strict=True):
         among = 0.0 if name == "out" else result.among
-        reference.check_error(name, got, want, own, among, getattr(torch, case.dtype))
-        error, bound = reference.errors(got, want)[0], 256 * torch.finfo(got.dtype).eps * max(reference.largest(want), among)
+        error_rule.check_error(name, got, want, own, among, getattr(torch, case.dtype))
+        error, bound = error_rule.errors(got, want)[0], 256 * torch.finfo(got.dtype).eps * max(error_rule.largest(want), among)
         assert error <= bound, f"{name}: error {error:.3e}, limit {bound:.3e}"
 
 
