@@ -19,7 +19,7 @@ from helpers import (
     sdpa_forward,
     sdpa_with_lse,
 )
-from kernels import params
+from kernels import needs_the_card, params
 from torch import Tensor
 
 SHAPES = {
@@ -86,8 +86,7 @@ def test_wide_grads(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", params())
 def test_by_name(kernel) -> None:
     """A forward by name has the gradient of the plan's choice, also where operands broadcast."""
-    if not kernel.runs_here():
-        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
+    needs_the_card(kernel)
     inputs = leaves(
         *(normal(*shape, dtype=torch.float16, device=kernel.device) for shape in ((1, 2, 5, 64), (9, 2, 7, 64), (9, 2, 7, 64)))
     )

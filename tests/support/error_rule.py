@@ -112,3 +112,10 @@ def check_error(
         assert error <= 2 * limit, text
         if error > limit:
             raise CloseCall(text)
+
+
+def check_gradients(grads: Sequence[Tensor], wants: Sequence[Tensor], bases: Sequence[Tensor], dtype: torch.dtype) -> None:
+    """Those of attention's operands, as far as there are some in `wants`, keep the rule among each other."""
+    among = largest(*wants)
+    for name, got, want, base in zip(("query", "key", "value", "attn_mask"), grads, wants, bases, strict=False):
+        check_error(f"gradient of {name}", got, want, base, among, dtype)

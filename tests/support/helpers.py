@@ -150,9 +150,7 @@ def compare(
         results.append((out.detach(), grads))
         assert len(grads) == len(want_grads), "a gradient is missing"
         error_rule.check_error("out", out, want, base)
-        among = error_rule.largest(*want_grads)
-        for name, got, right, own in zip(("query", "key", "value", "attn_mask"), grads, want_grads, base_grads, strict=False):
-            error_rule.check_error(f"gradient of {name}", got, right, own, among, query.dtype)
+        error_rule.check_gradients(grads, want_grads, base_grads, query.dtype)
 
     error_rule.settle(trial)
     return results[0]

@@ -100,6 +100,11 @@ KERNELS = (
 HEAD_DIMS = ((16, 16), (7, 13), (64, 128), (128, 40), (320, 264), (264, 512), (512, 512), (512, 8), (40, 384), (1024, 1024))
 
 
+def needs_the_card(kernel: Kernel) -> None:
+    if not kernel.runs_here():
+        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
+
+
 def params(kernels: tuple[Kernel, ...] = KERNELS) -> list:
     """For pytest.mark.parametrize: kernels of the GPU carry its mark."""
     return [pytest.param(k, id=k.name, marks=pytest.mark.gpu if k.device == "cuda" else ()) for k in kernels]
