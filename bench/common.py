@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +15,14 @@ from torch import Tensor
 
 from attention_ext import _measure
 
-__all__ = ["Sample", "attempt", "extra_memory", "first_line", "log", "naive", "three_calls", "time_ms", "unit", "within_rule"]
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))  # one rule for tests and benches
+import error_rule
+
+__all__ = ["Sample", "attempt", "error_rule", "extra_memory", "first_line", "log", "naive", "three_calls", "time_ms", "within_rule"]
 
 DEVICE = torch.device("cuda")
 REST = 0.25  # seconds
+ERRORS = ("max_abs_error", "relative_frobenius_error")
 
 
 def log(text: str) -> None:
@@ -129,16 +134,9 @@ class Sample:
 
     def errors(self, out: Tensor) -> dict[str, float]:
         got = torch.stack([out[b, h, self.rows] for b, h in self.heads])
-        largest, frobenius = _measure.errors(got, self.want)
-        return {"max_abs_error": largest, "relative_frobenius_error": frobenius}
+        return dict(zip(ERRORS, error_rule.errors(got, self.want), strict=True))
 
 
 def within_rule(ours: dict[str, float], theirs: dict[str, float], top: float, dtype: torch.dtype) -> bool:
-    """Errors at most twice PyTorch's own plus one unit in the last place at the largest reference value; False for NaN."""
-    ulp = unit(top, dtype)
-    return all(ours[kind] <= 2 * theirs[kind] + ulp for kind in ("max_abs_error", "relative_frobenius_error"))
-
-
-def unit(top: float, dtype: torch.dtype) -> float:
-    """One unit in the last place of dtype at `top`."""
-    return float(torch.finfo(dtype).eps) * 2.0 ** math.floor(math.log2(top))
+    """The error rule for the errors in two rows."""
+    return error_rule.within(*([row[kind] for kind in ERRORS] for row in (ours, theirs)), top, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import common
 import torch
 import torch.nn.functional as F
-from common import attempt, extra_memory, log, time_ms
+from common import attempt, error_rule, extra_memory, log, time_ms
 from torch import Tensor
 
 import attention_ext
@@ -22,7 +22,6 @@ __all__ = ["LINEAR_CASES", "PARTS", "LinearCase", "choose", "measure", "within_r
 
 PARTS = ("train", "eval", "product")
 INPUTS = ("own", "normal")
-FACTOR = 1.05  # how much larger than PyTorch's without TF32 an error may be
 
 
 @dataclass(frozen=True)
@@ -123,8 +122,8 @@ def _row(case: LinearCase, part: str, tensors: dict[str, dict[str, Tensor]], nam
 
 
 def within_rule(ours: dict[str, dict[str, float]], theirs: dict[str, dict[str, float]]) -> bool:
-    """Every error at most 1.05 times PyTorch's without TF32; False for NaN."""
-    return all(ours[kind][error] <= FACTOR * limit for kind, errors in theirs.items() for error, limit in errors.items())
+    """Every error at most LINEAR times PyTorch's without TF32; False for NaN."""
+    return all(ours[kind][error] <= error_rule.LINEAR * limit for kind, errors in theirs.items() for error, limit in errors.items())
 
 
 def measure(case: LinearCase, part: str, quick: bool = False) -> dict[str, Any]:

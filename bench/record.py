@@ -16,20 +16,19 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import linear_cases
 import peers
+import pipelines
 import torch
 import torch.nn.functional as F
 from cases import CASES, Case, choose
-from common import DEVICE, Sample, attempt, extra_memory, log, naive, three_calls, time_ms, unit, within_rule
+from common import DEVICE, Sample, attempt, error_rule, extra_memory, log, naive, three_calls, time_ms, within_rule
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attention_ext
-from attention_ext import _measure
 
 OPS = torch.ops.attention_ext
 BACKENDS = {
@@ -39,10 +38,6 @@ BACKENDS = {
     "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
 }
 MOST_SCORES = 20e9  # bytes of a score matrix that still is worth writing down
-STAGES = {  # the three kernels of a pipeline
-    "pipeline": ("qk_scores", "segment_softmax", "scores_values"),
-    "sm90_pipeline": ("wgmma_scores", "segment_softmax", "wgmma_values"),
-}
 
 
 def ceilings() -> dict[str, float]:
@@ -133,40 +128,6 @@ def forward_case(case: Case, ceilings: dict[str, float], quick: bool) -> dict[st
     }
 
 
-def stages(case: Case, kernel: str, ceilings: dict[str, float]) -> dict[str, Any]:
-    """A pipeline's three kernels within one call, by the profiler, each beside the bytes and operations it cannot do without, and
-    the time that those take at the run's own copy and matrix product."""
-    q, k, v = case.inputs(str(DEVICE))
-    pipeline = partial(OPS.sdpa_forward, q, k, v, None, None, 0.0, False, kernel_name=kernel)
-    pipeline()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        for _ in range(5):
-            pipeline()
-        torch.cuda.synchronize()
-    element, count = q.element_size(), case.B * case.Hq * case.L * case.S
-    least = (
-        (q.nbytes + k.nbytes + element * count, case.flop / 2),
-        (2 * element * count, 0.0),
-        (element * count + 2 * v.nbytes, case.flop / 2),
-    )
-    out = {}
-    for name, (moved, flop) in zip(STAGES[kernel], least, strict=True):
-        events = [event for event in profile.key_averages() if f"{name}_kernel" in event.key]
-        ms = sum(event.self_device_time_total for event in events) / 5e3
-        bound = max(moved / ceilings["copy_tb_per_s"], flop / ceilings["matmul_fp16_tflops"]) / 1e9
-        launches = sum(event.count for event in events) // 5
-        out[name] = {"ms": ms, "bound_ms": bound, "bytes": moved, "flop": flop, "launches": launches}
-    return out
-
-
-def workspaces(case: Case) -> dict[str, float]:
-    """Milliseconds of the pipeline by workspace in MiB."""
-    q, k, v = case.inputs("cuda")
-    sizes = (16, 32, 64, 128, 256)
-    pipeline = partial(OPS.sdpa_forward, q, k, v, None, None, 0.0, False, kernel_name="pipeline")
-    return {str(mib): time_ms(partial(pipeline, workspace_bytes=mib << 20)) for mib in sizes}
-
-
 def _float64_gradients(inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     q, k, v = (t.detach().double().requires_grad_() for t in inputs)
     x = (q @ k.mT) * q.size(-1) ** -0.5
@@ -175,7 +136,7 @@ def _float64_gradients(inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
 
 
-def error_rule() -> list[dict[str, Any]]:
+def error_table() -> list[dict[str, Any]]:
     """Forward and backward errors at (1, 4, 2048, 2048, E), ours beside PyTorch's, and whether the rule holds. Half types' outputs
     by the pipeline as well, which is not what runs on Hopper.
     """
@@ -199,10 +160,8 @@ def error_rule() -> list[dict[str, Any]]:
                 want, results["torch"], what[4] = [*want, want[0]], [*results["torch"], results["torch"][0]], "out by pipeline"
             for index in what:
                 reference = want[index].cpu()
-                ours, theirs = (_measure.errors(results[name][index], reference) for name in ("attention_ext", "torch"))
-                top = float(reference.abs().max())
-                ulp = unit(top, dtype)
-                holds = ours[0] <= 2 * theirs[0] + ulp and ours[1] <= 2 * theirs[1] + ulp
+                ours, theirs = (error_rule.errors(results[name][index], reference) for name in ("attention_ext", "torch"))
+                top = error_rule.largest(reference)
                 table.append(
                     {
                         "dtype": str(dtype),
@@ -210,39 +169,12 @@ def error_rule() -> list[dict[str, Any]]:
                         "what": what[index],
                         "ours": ours,
                         "torch": theirs,
-                        "ulp": ulp,
-                        "within_rule": holds,
+                        "ulp": error_rule.ulp(dtype, top),
+                        "within_rule": error_rule.within(ours, theirs, top, dtype),
                     }
                 )
     log(f"error rule: {sum(row['within_rule'] for row in table)} of {len(table)} within")
     return table
-
-
-def long_sequences() -> dict[str, Any]:
-    """Extra memory at S = 100,000, forward and backward."""
-    out = {}
-    for E in (64, 512, 1024):
-        q = torch.randn(1, 1, 100_000, E, device=DEVICE, dtype=torch.bfloat16)
-        k, v = torch.randn_like(q), torch.randn_like(q)
-        forward = extra_memory(lambda q=q, k=k, v=v: OPS.sdpa(q, k, v))
-        pipeline = extra_memory(
-            partial(lambda *qkv: OPS.sdpa_forward(*qkv, None, None, 0.0, False, kernel_name="pipeline")[0], q, k, v)
-        )
-        result, lse = OPS.sdpa_forward(q, k, v, None, None, 0.0, False)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        grads = OPS.sdpa_backward(result, None, q, k, v, None, result, lse, None, 0.0, False)
-        torch.cuda.synchronize()
-        extra = torch.cuda.max_memory_allocated() - before - sum(grad.nbytes for grad in grads)
-        out[f"E={E}"] = {
-            "forward_extra_bytes": forward,
-            "pipeline_forward_extra_bytes": pipeline,
-            "backward_extra_bytes": extra,
-        }
-        log(f"S = 100000, E = {E}: extra MiB {', '.join(f'{name} {b / 2**20:.1f}' for name, b in out[f'E={E}'].items())}")
-    return out
 
 
 def backward_case(case: Case) -> dict[str, float]:
@@ -267,15 +199,15 @@ def fill(
         for name, case in cases.items():
             record["forward"][name] = forward_case(case, record["ceilings"], quick)
         if "kb97" in cases and not quick:
-            record["stages"] = {"kb97": stages(cases["kb97"], "pipeline", record["ceilings"])}
-            if record["forward"]["kb97"].get("kernel") == "sm90_pipeline":
-                record["stages_sm90_pipeline"] = {"kb97": stages(cases["kb97"], "sm90_pipeline", record["ceilings"])}
-            record["workspace_mib_to_ms"] = {"kb97": workspaces(cases["kb97"])}
+            for kernel, key in (("pipeline", "stages"), ("sm90_pipeline", "stages_sm90_pipeline")):
+                if kernel in ("pipeline", record["forward"]["kb97"].get("kernel")):
+                    record[key] = {"kb97": pipelines.stages(cases["kb97"], kernel, record["ceilings"])}
+            record["workspace_mib_to_ms"] = {"kb97": pipelines.workspaces(cases["kb97"])}
             log(json.dumps({key: record[key] for key in record if key.startswith(("stages", "workspace"))}))
     if not quick:
-        record["error_rule"] = error_rule()
+        record["error_rule"] = error_table()
         with torch.no_grad():
-            record["long_sequences"] = long_sequences()
+            record["long_sequences"] = pipelines.long_sequences()
         record["backward"] = {name: backward_case(case) for name, case in cases.items() if name in ("kb97", "g512c")}
     record["linear"] = {}
     with torch.no_grad():

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import Case
-from common import Sample, first_line, log, within_rule
+from common import Sample, error_rule, first_line, log, within_rule
 from shapes import SHAPES
 from torch import Tensor
 
@@ -32,7 +32,6 @@ OPERATORS = {"ours": torch.ops.attention_ext.sdpa, "torch": F.scaled_dot_product
 LEAST_MS, MOST_CALLS, REPLAYS, TURNS = 1.0, 20, 5, 2
 MOST_PROCESSES = 6
 SLOWER = 1 / 1.05  # ratio below which ours counts as slower
-WRONG = 0.05  # a relative error that is no rounding, where there is nothing to compare with
 
 
 class Captured:
@@ -95,8 +94,8 @@ def measure(shape: Case) -> dict[str, Any]:
         if "torch" in errors and "torch_failed" not in row:
             row["ratio"] = row["torch_ms"] / row["ms"]
             row["within_rule"] = within_rule(errors["ours"], errors["torch"], sample.top, shape.dtype)
-        elif row["finite"]:
-            row["within_rule"] = errors["ours"]["relative_frobenius_error"] < WRONG
+        elif row["finite"]:  # nothing to compare with
+            row["within_rule"] = errors["ours"]["relative_frobenius_error"] < error_rule.WRONG
     return row
 
 

@@ -1,8 +1,14 @@
 """Small problems through every kernel of the package, for compute-sanitizer: odd sizes, masks, causal, groups, dropout."""
 
+import sys
+from pathlib import Path
+
 import torch
 
 import attention_ext  # noqa: F401
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+from kernels import KERNELS
 
 OPS = torch.ops.attention_ext
 
@@ -58,15 +64,8 @@ def main() -> None:
     run(half, 20, 1500, 16, 16)  # a CTA for each row of the softmax
     run(half, 3, 9000, 16, 16)  # rows that do not fit into registers
     run(half, 300, 300, 64, 64, workspace_bytes=1 << 17)  # several slices
-    for kernel, E, Ev in (
-        ("pipeline", 64, 40),
-        ("sm90_512", 320, 320),
-        ("sm90_512", 512, 264),
-        ("sm90_1024", 600, 1024),
-        ("sm90_pipeline", 600, 264),
-    ):
-        if kernel != "pipeline" and torch.cuda.get_device_capability() != (9, 0):
-            continue
+    here = [kernel for kernel in KERNELS if kernel.device == "cuda" and kernel.runs_here()]
+    for kernel, E, Ev in ((of.name, *dims) for of in here for dims in of.sanitized):
         run(half, 70, 300, E, Ev, kernel=kernel)
         run(half, 70, 300, E, Ev, kernel=kernel, causal=True)
         run(half, 40, 300, E, Ev, kernel=kernel, mask=torch.rand(40, 300, device="cuda") > 0.7, enable_gqa=True)

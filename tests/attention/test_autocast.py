@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import error_rule
 import pytest
 import reference
 import torch
@@ -36,7 +37,7 @@ def test_masks(device: str, region: torch.dtype, dtype: torch.dtype, mask_dtype:
         out, own = sdpa(q, k, v, mask), F.scaled_dot_product_attention(q, k, v, mask)
     assert out.dtype == own.dtype
     lowered = [t.to(region) for t in (q, k, v)]
-    reference.check_error("out", out, reference.attention(*lowered, mask)[0], own)
+    error_rule.check_error("out", out, reference.attention(*lowered, mask)[0], own)
 
 
 @pytest.mark.parametrize("region", HALVES, ids=str)

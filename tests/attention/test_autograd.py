@@ -7,6 +7,7 @@ import threading
 import warnings
 from functools import partial
 
+import error_rule
 import pytest
 import reference
 import torch
@@ -56,7 +57,7 @@ def test_gradcheck_of_grouped_heads_and_mask(device: str) -> None:
 @pytest.mark.parametrize("subset", SUBSETS, ids="+".join)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_subsets_of_requires_grad(device: str, subset: tuple[str, ...], dtype: torch.dtype) -> None:
-    reference.settle(lambda: check_subset(device, subset, dtype, (1, 3, 1, 6), dtype))
+    error_rule.settle(lambda: check_subset(device, subset, dtype, (1, 3, 1, 6), dtype))
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (1, 3, 1, 6), (2, 1, 6, 6), (1, 1, 1, 6), (3, 6, 1), (1, 1)], ids=str)
@@ -64,7 +65,7 @@ def test_subsets_of_requires_grad(device: str, subset: tuple[str, ...], dtype: t
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_only_the_mask_needs_a_gradient(device: str, shape: tuple[int, ...], dtype: torch.dtype, mask_dtype: str) -> None:
     mask_dtype = torch.float32 if mask_dtype == "float32" else dtype
-    reference.settle(lambda: check_subset(device, ("attn_mask",), dtype, shape, mask_dtype))
+    error_rule.settle(lambda: check_subset(device, ("attn_mask",), dtype, shape, mask_dtype))
 
 
 def check_subset(device: str, subset: tuple[str, ...], dtype: torch.dtype, shape: tuple[int, ...], mask_dtype) -> None:
@@ -83,7 +84,7 @@ def check_subset(device: str, subset: tuple[str, ...], dtype: torch.dtype, shape
         assert (tensor.grad is not None) == (name in subset)
         if tensor.grad is not None:
             assert tensor.grad.shape == tensor.shape
-            reference.check_error(name, tensor.grad, right, base, reference.largest(*want_grads), dtype)
+            error_rule.check_error(name, tensor.grad, right, base, error_rule.largest(*want_grads), dtype)
 
 
 def test_nothing_needs_a_gradient(device: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import error_rule
 import pytest
-import reference
 import torch
 from helpers import (
     FLOATS,
@@ -19,7 +19,7 @@ from helpers import (
     sdpa_forward,
     sdpa_with_lse,
 )
-from kernels import params
+from kernels import needs_the_card, params
 from torch import Tensor
 
 SHAPES = {
@@ -62,8 +62,8 @@ def test_summed_before_rounding(device: str, name: str, dtype: torch.dtype) -> N
     _, _, want = oracle_with_grads([*inputs, None], grad, False, None, False)
     for mine, right, t in zip(grads, want, inputs, strict=True):
         assert mine.shape == t.shape and mine.dtype == dtype
-        largest, _ = reference.errors(mine, right)
-        assert largest <= 8 * torch.finfo(dtype).eps * max(1.0, reference.largest(right))
+        largest, _ = error_rule.errors(mine, right)
+        assert largest <= 8 * torch.finfo(dtype).eps * max(1.0, error_rule.largest(right))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -86,8 +86,7 @@ def test_wide_grads(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kernel", params())
 def test_by_name(kernel) -> None:
     """A forward by name has the gradient of the plan's choice, also where operands broadcast."""
-    if not kernel.runs_here():
-        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
+    needs_the_card(kernel)
     inputs = leaves(
         *(normal(*shape, dtype=torch.float16, device=kernel.device) for shape in ((1, 2, 5, 64), (9, 2, 7, 64), (9, 2, 7, 64)))
     )

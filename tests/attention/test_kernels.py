@@ -5,6 +5,7 @@ Its backward pass is that of the kernel named there, so that what one leaves for
 
 from __future__ import annotations
 
+import error_rule
 import pytest
 import reference
 import torch
@@ -21,7 +22,7 @@ from helpers import (
     sdpa_forward,
     torch_own,
 )
-from kernels import KERNELS, Kernel, params, rows_on_16_bytes, with_contract_dims, with_head_dims
+from kernels import KERNELS, Kernel, needs_the_card, params, rows_on_16_bytes, with_contract_dims, with_head_dims
 from torch import Tensor
 
 NEG_INF = float("-inf")
@@ -58,11 +59,6 @@ CASES = {
     "BLHE": {"L": 70, "S": 133, "BLHE": True, "causal": True},
 }
 FEW = [n for n in CASES if n in ("plain", "causal, L < S", "bool", "float32", "grouped, causal", "dead tiles first", "BLHE")]
-
-
-def needs_the_card(kernel: Kernel) -> None:
-    if not kernel.runs_here():
-        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
 
 
 def a_mask(kind: str, dtype: torch.dtype, scores: tuple[int, ...], device: str) -> Tensor:
@@ -104,20 +100,8 @@ def both(kernel: Kernel, inputs: list[Tensor | None], options: dict, grad: Tenso
     """out, lse and the four gradients."""
     rest = {"scale": options["scale"], "enable_gqa": options["gqa"]}
     out, lse = sdpa_forward(*inputs, seed, p, options["causal"], kernel_name=kernel.name, **rest)
-    grads = sdpa_backward(
-        grad,
-        None,
-        *inputs,
-        out,
-        lse,
-        seed,
-        p,
-        options["causal"],
-        mask_grad=is_float(inputs[3]),
-        kernel_name=kernel.backward,
-        **rest,
-    )
-    return out, lse, grads
+    rest |= {"mask_grad": is_float(inputs[3]), "kernel_name": kernel.backward}
+    return out, lse, sdpa_backward(grad, None, *inputs, out, lse, seed, p, options["causal"], **rest)
 
 
 def forward_and_backward(kernel: Kernel, name: str, dtype: torch.dtype, E: int, Ev: int) -> None:
@@ -126,27 +110,25 @@ def forward_and_backward(kernel: Kernel, name: str, dtype: torch.dtype, E: int, 
     want, want_lse, want_grads = oracle_with_grads(inputs, grad, *options.values())
     own, own_grads = torch_own(inputs, grad, want, *options.values())
     out, lse, grads = both(kernel, inputs, options, grad)
-    reference.check_error("out", out, want, own)
+    error_rule.check_error("out", out, want, own)
     check_lse(lse, want_lse, dtype)
     dead = (want_lse == NEG_INF).to(kernel.device)
     assert (out[dead] == 0).all() and (grads[0][dead] == 0).all()
-    among = reference.largest(*want_grads)
-    for got, right, base in zip(grads, want_grads, own_grads, strict=False):
-        reference.check_error("gradient", got, right, base, among, dtype)
+    error_rule.check_gradients(grads, want_grads, own_grads, dtype)
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_contract_dims())
 def test_contract(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, name: str, poison_all: None) -> None:
     needs_the_card(kernel)
-    reference.settle(lambda: forward_and_backward(kernel, name, dtype, E, Ev))
+    error_rule.settle(lambda: forward_and_backward(kernel, name, dtype, E, Ev))
 
 
 @pytest.mark.parametrize("name", FEW)
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_head_dims((torch.float32, torch.bfloat16)))
 def test_head_dims(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, name: str, poison_all: None) -> None:
     needs_the_card(kernel)
-    reference.settle(lambda: forward_and_backward(kernel, name, dtype, E, Ev))
+    error_rule.settle(lambda: forward_and_backward(kernel, name, dtype, E, Ev))
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 1.0])
@@ -172,11 +154,11 @@ def test_dropout_is_the_mask_of_philox(kernel: Kernel, dtype: torch.dtype, E: in
             wanted = [t for t in given if t is not None and t.requires_grad]
             results.append((out, *torch.autograd.grad(out, wanted, grad.to(device, of), materialize_grads=True)))
         out, _, grads = both(kernel, inputs, options, grad, seed, p)
-        among = reference.largest(*results[0][1:])
-        for name_of, got, right, base in zip(("out", "query", "key", "value"), (out, *grads), *results, strict=False):
-            reference.check_error(name_of, got, right, base, 0.0 if name_of == "out" else among)
+        (want, *want_grads), (own, *own_grads) = results
+        error_rule.check_error("out", out, want, own)
+        error_rule.check_gradients(grads, want_grads, own_grads, dtype)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @pytest.mark.parametrize("kernel", params())
@@ -228,13 +210,12 @@ def test_few_keys_and_many_rows(kernel: Kernel, dtype: torch.dtype, E: int, Ev: 
         out, lse = sdpa_forward(q, k, v, mask, seed, p, options["causal"], enable_gqa=options["gqa"], kernel_name=kernel.name)
         results = []
         for of, device in ((torch.float64, "cpu"), (dtype, kernel.device)):
-            given = [t.to(device, of) if t is not None and t.is_floating_point() else t for t in (q, k, v, mask)]
-            given[3] = given[3].to(device) if given[3] is not None else None
-            results.append(reference.attention(*given, *options.values(), keep=keep, dropout_p=p, dtype=of, device=device))
-        reference.check_error("out", out, results[0][0], results[1][0])
-        check_lse(lse, results[0][1], dtype)
+            results.append(reference.attention(q, k, v, mask, *options.values(), keep=keep, dropout_p=p, dtype=of, device=device))
+        (want, want_lse), (own, _) = results
+        error_rule.check_error("out", out, want, own)
+        check_lse(lse, want_lse, dtype)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "grouped, causal"])
@@ -254,10 +235,10 @@ def test_many_tiles_and_several_blocks(kernel: Kernel, dtype: torch.dtype, E: in
             reference.attention(q, k, v, None, causal, None, grouped, dtype=of, device=kernel.device)
             for of in (torch.float64, dtype)
         )
-        reference.check_error("out", out, want, own)
+        error_rule.check_error("out", out, want, own)
         check_lse(lse, want_lse.cpu(), dtype)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_contract_dims(HALVES))

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import error_rule
 import pytest
 import reference
 import torch
 from forced import attend_with_lse, by_kernel, needs
 from helpers import check_lse, close, is_float, leaves, normal, sdpa_backward, sdpa_forward
-from kernels import KERNELS, Kernel
+from kernels import KERNELS, Kernel, needs_the_card
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -84,7 +85,7 @@ def test_offsets_of_the_mask(n: int, kind: str, p: float) -> None:
     want, want_lse, want_grads = rows_only(q, k, v, mask, rows, grad, torch.float64, "cpu", **options)
     base, _, base_grads = rows_only(q, k, v, mask, rows, grad, torch.bfloat16, "cuda", **options)
     out, lse = sdpa_forward(q, k, v, mask, seed, p, False)
-    reference.check_error("out", out[..., rows, :], want, base)
+    error_rule.check_error("out", out[..., rows, :], want, base)
     check_lse(lse[..., rows], want_lse, torch.bfloat16)
     grads = sdpa_backward(grad, None, q, k, v, mask, out, lse, seed, p, False, mask_grad=kind == "float")
     others = torch.ones(n, dtype=torch.bool, device="cuda")
@@ -95,10 +96,8 @@ def test_offsets_of_the_mask(n: int, kind: str, p: float) -> None:
         for first in range(0, n, 4096):
             assert not grads[3][first : first + 4096][others[first : first + 4096]].any()
         picked.append(grads[3][rows])
-    among = reference.largest(*want_grads)
-    names = ("query", "key", "value", "mask")[: len(picked)]
-    for name, got, right, own in zip(names, picked, want_grads, base_grads, strict=True):
-        reference.check_error(f"gradient of {name}", got, right, own, among, torch.bfloat16)
+    assert len(picked) == len(want_grads)
+    error_rule.check_gradients(picked, want_grads, base_grads, torch.bfloat16)
 
 
 FAR = {"heads": (1, 8), "rows": (2, 8), "rows, odd": (2, 1), "columns": (3, 1)}  # the dim of the large stride, which is a multiple
@@ -119,8 +118,7 @@ def far_views() -> list:
 @pytest.mark.parametrize(("kernel", "operand", "dim", "multiple"), far_views())
 def test_offsets_of_an_operand(kernel: Kernel, operand: str, dim: int, multiple: int) -> None:
     """A view whose strides reach past 2^31 elements, in memory full of NaN, gives what a dense copy gives the same kernel."""
-    if not kernel.runs_here():
-        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
+    needs_the_card(kernel)
     shapes = {
         "query": (1, 3, 9, 8),
         "key": (1, 3, 10, 8),
@@ -184,7 +182,7 @@ def test_many_heads(kernel: Kernel, dtype: torch.dtype, batch: int, heads: tuple
     tolerance = 8 * torch.finfo(dtype).eps
     for got, of in zip((out, *grads), (want, *right), strict=True):
         close(got, of, tolerance)
-    close(got_mask_grad, mask_grad, tolerance + of_the_sum / max(1.0, reference.largest(mask_grad)))
+    close(got_mask_grad, mask_grad, tolerance + of_the_sum / max(1.0, error_rule.largest(mask_grad)))
     check_lse(lse, want_lse, dtype)
 
 
@@ -204,11 +202,11 @@ def test_long(L: int, S: int, causal: bool, dtype: torch.dtype) -> None:
     out, lse = sdpa_forward(q, k, v, None, None, 0.0, causal)
     grads = sdpa_backward(grad, None, q, k, v, None, out, lse, None, 0.0, causal)
     check_lse(lse, want_lse, dtype)
-    among = reference.largest(*right)
+    among = error_rule.largest(*right)
     for name, got, one, other in zip(("out", "query", "key", "value"), (out, *grads), (want, *right), (base, *own), strict=False):
-        error, bound = reference.errors(got, one)[0], reference.errors(other, one)[0]
-        size = among if reference.largest(one) < 1e-6 * among else 0.0
-        unit = reference.ulp(dtype, reference.largest(one)) + 64 * reference.ulp(torch.float32, size)
+        error, bound = error_rule.errors(got, one)[0], error_rule.errors(other, one)[0]
+        size = among if error_rule.largest(one) < 1e-6 * among else 0.0
+        unit = error_rule.ulp(dtype, error_rule.largest(one)) + 64 * error_rule.ulp(torch.float32, size)
         limit = 4 * bound + unit  # 4: each sums 100,000 terms in an order of its own
         assert error <= limit, f"{name}: error {error:.3e}, the formula's {bound:.3e}, limit {limit:.3e}"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import error_rule
 import pytest
 import reference
 import torch
@@ -138,7 +139,7 @@ def test_error_is_at_most_twice_that_of_pytorch(device: str, dtype: torch.dtype,
 def test_error_is_at_most_twice_that_of_the_plain_formula(device: str, dtype: torch.dtype) -> None:
     q, k, v = qkv((1,), (2,), L=20, dtype=dtype, device=device)
     want, _ = reference.attention(q, k, v)
-    reference.check_error("out", sdpa(q, k, v), want, torch.softmax(q @ k.mT / 4, -1) @ v)
+    error_rule.check_error("out", sdpa(q, k, v), want, torch.softmax(q @ k.mT / 4, -1) @ v)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

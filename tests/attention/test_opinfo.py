@@ -12,6 +12,7 @@ import types
 import unittest
 from functools import partial
 
+import error_rule
 import pytest
 import reference
 import torch
@@ -88,7 +89,7 @@ def test_samples(device: str, dtype: torch.dtype, samples, own_precision: None) 
 
     A single sample has a few dozen numbers of large scores, so the largest rounding error of one is no measure for another.
     """
-    reference.settle(lambda: check_samples(device, dtype, samples))
+    error_rule.settle(lambda: check_samples(device, dtype, samples))
 
 
 def check_samples(device: str, dtype: torch.dtype, samples) -> None:
@@ -120,7 +121,7 @@ def check_samples(device: str, dtype: torch.dtype, samples) -> None:
     for (name, index), triples in pooled.items():
         assert len(triples) >= (25 if index < 4 else 1)
         got, exact, base = (torch.cat([t[i].flatten() for t in triples]) for i in range(3))
-        reference.check_error(f"{name}, result {index}", got, exact, base, 0.0, dtype)
+        error_rule.check_error(f"{name}, result {index}", got, exact, base, 0.0, dtype)
 
 
 def test_without_opinfo(device: str) -> None:

@@ -14,8 +14,10 @@ from dataclasses import replace
 import kernels
 import pytest
 import torch
-from random_cases import GUARD, Case, Layout, build, draw_case, place
-from randomised import check, kernels_of, run_examples
+from random_cases import Case, Layout, draw_case
+from random_check import check
+from random_inputs import GUARD, build, place
+from randomised import kernels_of, run_examples
 
 EXAMPLES = os.environ.get("ATTENTION_EXT_RANDOM_EXAMPLES")
 

@@ -67,16 +67,20 @@ ARGUMENTS = {
 }
 
 
+def ones(stage: str, device: str, **others: str) -> dict[str, torch.Tensor]:
+    """Operands that the stage takes, by name, on one device but for the others."""
+    return {name: torch.ones((4, 4)[name == "row_sum" :], device=others.get(name, device)) for name in ARGUMENTS[stage]}
+
+
 def grads_are_refused(device: str) -> None:
-    right = {name: torch.ones(2, 4, 4, device=device) for names in ARGUMENTS.values() for name in names}
-    right["row_sum"] = torch.ones(2, 4, device=device)
     for stage, names in ARGUMENTS.items():
         for argument in names:
-            tensors = [right[name].detach().requires_grad_(name == argument) for name in names]
+            tensors = ones(stage, device)
+            tensors[argument].requires_grad_()
             words = f"a tensor that does not require grad, got one that does: {stage} has no gradient, sdpa has one"
-            refuses(argument, lambda stage=stage, tensors=tensors: getattr(OPS, stage)(*tensors), words)
+            refuses(argument, lambda stage=stage, tensors=tensors: getattr(OPS, stage)(*tensors.values()), words)
             with torch.no_grad():
-                getattr(OPS, stage)(*tensors)
+                getattr(OPS, stage)(*tensors.values())
 
 
 def test_every_input_that_requires_grad_is_refused(device: str) -> None:
@@ -238,9 +242,7 @@ def devices_differ(device: str) -> None:
     own, other = torch.ones(1, device=device).device, "cpu" if device == "cuda" else "meta"
     for stage, of, names in (("qk_scores", "query's", ("key", "attn_mask")), ("scores_values", "weights'", ("row_sum", "value"))):
         for name in names:
-            tensors = {n: torch.ones(4, 4, device=other if n == name else device) for n in ARGUMENTS[stage]}
-            if "row_sum" in tensors:
-                tensors["row_sum"] = tensors["row_sum"][0]
+            tensors = ones(stage, device, **{name: other})
             words = f"the {of} device {own}, got {other}"
             if name == "row_sum":
                 words = f"shape (4), torch.float32 on {own}, got shape (4), torch.float32 on {other}"
@@ -257,31 +259,25 @@ def test_devices_of_fake_tensors_differ(device: str) -> None:
         devices_differ(device)
 
 
+def layout_is_refused(device: str, wrong: torch.Tensor, got: str) -> None:
+    for stage, names in ARGUMENTS.items():
+        for name in names:
+            tensors = ones(stage, device) | {name: wrong}
+            words = f"a dense (strided) tensor, got {got}"
+            refuses(name, lambda stage=stage, tensors=tensors: getattr(OPS, stage)(*tensors.values()), words)
+
+
 def test_layouts(device: str) -> None:
-    sparse = torch.eye(4).to_sparse().to(device)
-    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(4, 4)], layout=torch.jagged).to(device)
-    for wrong, got in ((sparse, "layout torch.sparse_coo"), (nested, "a nested tensor")):
-        for stage, names in ARGUMENTS.items():
-            for name in names:
-                tensors = {n: torch.ones(4, 4, device=device) for n in names}
-                if "row_sum" in tensors:
-                    tensors["row_sum"] = tensors["row_sum"][0]
-                tensors[name] = wrong
-                words = f"a dense (strided) tensor, got {got}"
-                refuses(name, lambda stage=stage, tensors=tensors: getattr(OPS, stage)(*tensors.values()), words)
+    nested = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(4, 4)], layout=torch.jagged)
+    layout_is_refused(device, torch.eye(4).to_sparse().to(device), "layout torch.sparse_coo")
+    layout_is_refused(device, nested.to(device), "a nested tensor")
 
 
 def test_layouts_of_fake_tensors() -> None:
     mode = FakeTensorMode()
-    dense, sparse = mode.from_tensor(torch.ones(4, 4)), mode.from_tensor(torch.eye(4).to_sparse())
-    words = "a dense (strided) tensor, got layout torch.sparse_coo"
+    sparse = mode.from_tensor(torch.eye(4).to_sparse())
     with mode:
-        refuses("query", lambda: OPS.qk_scores(sparse, dense), words)
-        refuses("attn_mask", lambda: OPS.qk_scores(dense, dense, sparse), words)
-        refuses("scores", lambda: OPS.row_softmax(sparse), words)
-        refuses("weights", lambda: OPS.scores_values(sparse, dense[0], dense), words)
-        refuses("row_sum", lambda: OPS.scores_values(dense, sparse, dense), words)
-        refuses("value", lambda: OPS.scores_values(dense, dense[0], sparse), words)
+        layout_is_refused("cpu", sparse, "layout torch.sparse_coo")
 
 
 def test_autocast_leaves_products_alone(device: str) -> None:

@@ -3,6 +3,7 @@
 It has to hold for scales of any sign, scores of any size and what is not finite.
 """
 
+import error_rule
 import pytest
 import reference
 import torch
@@ -26,10 +27,10 @@ def test_any_scale(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, deviatio
         (want, want_lse), (own, _) = (
             reference.attention(q, k, v, None, False, scale, dtype=of, device=kernel.device) for of in (torch.float64, dtype)
         )
-        reference.check_error("out", out, want, own)
+        error_rule.check_error("out", out, want, own)
         check_lse(lse, want_lse.cpu(), dtype)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), HALF_KERNELS)
@@ -59,7 +60,7 @@ def test_what_is_not_finite_stays_in_its_row(kernel: Kernel, dtype: torch.dtype,
     row = torch.arange(L, device=kernel.device)
     bad = (row == 5) | (row == 130) | (row == 263)
     assert out[..., bad, :].isnan().all() and lse[..., bad].isnan().all()
-    close(out[..., ~bad, :], want[..., ~bad, :], reference.ulp(dtype, float(want.abs().max())))
+    close(out[..., ~bad, :], want[..., ~bad, :], error_rule.ulp(dtype, float(want.abs().max())))
     torch.testing.assert_close(lse[..., ~bad], want_lse[..., ~bad], rtol=1e-6, atol=1e-6)
 
 

@@ -8,8 +8,8 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
+import error_rule
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from helpers import FLOATS, HALVES, close, leaves, normal
@@ -41,9 +41,9 @@ def test_gradient_of_linear_float32(device: str, leading: tuple[int, ...], allow
             got = differentiate(linear_float32, leaves(*inputs), grad)
         for name, *of in zip(("input", "weight", "bias"), got, want, own, strict=True):
             assert of[0].shape == of[2].shape
-            reference.check_error(name, *of)
+            error_rule.check_error(name, *of)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 def test_second_order_of_linear_float32(device: str) -> None:
@@ -80,20 +80,20 @@ def check_gradients(layer: Layer) -> None:
     grad = normal(layer.input.size(0), layer.weight.size(0), dtype=layer.input.dtype)
     want = gradients(lambda a: layer64(a)[0], layer.map(lambda t: t.cpu().double()), grad)
     base, got = gradients(own_layer, layer, grad), gradients(ours, layer, grad)
-    among = reference.largest(*want.values())
+    among = error_rule.largest(*want.values())
     for name, gradient in got.items():
         assert gradient.dtype == getattr(layer, name).dtype and gradient.shape == getattr(layer, name).shape
         extra, dtype = 0.0, layer.input.dtype
         if gradient.dim() < 2:  # few sums over all rows: PyTorch's own error may be next to nothing by luck
-            extra = 1e-13 * among if dtype == F64 else 16 * reference.ulp(torch.float32, among)
+            extra = 1e-13 * among if dtype == F64 else 16 * error_rule.ulp(torch.float32, among)
             extra += torch.finfo(dtype).eps * among if dtype in HALVES else 0.0
-        reference.check_error(name, gradient, want[name], base[name], among, dtype, extra)
+        error_rule.check_error(name, gradient, want[name], base[name], among, dtype, extra)
 
 
 @modes
 @pytest.mark.parametrize(("dtype", "bn_dtype"), [(d, d) for d in FLOATS] + [(d, torch.float32) for d in HALVES], ids=str)
 def test_gradients_in_every_dtype(device: str, dtype: torch.dtype, bn_dtype: torch.dtype, training: bool, poison: None) -> None:
-    reference.settle(lambda: check_gradients(make(33, 40, 17, dtype=dtype, bn_dtype=bn_dtype, training=training, device=device)))
+    error_rule.settle(lambda: check_gradients(make(33, 40, 17, dtype=dtype, bn_dtype=bn_dtype, training=training, device=device)))
 
 
 @modes

@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 from functools import partial
 
+import error_rule
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from helpers import FLOATS, HALVES, close
@@ -26,7 +26,7 @@ dtypes = pytest.mark.parametrize(("dtype", "bn_dtype"), MIXED, ids=str)
 
 
 def settled(*args, **options) -> None:
-    reference.settle(lambda: check_layer(make(*args, **options)))
+    error_rule.settle(lambda: check_layer(make(*args, **options)))
 
 
 @modes
@@ -127,7 +127,7 @@ def test_layouts(device: str, layout: str, K: int, dtype: torch.dtype, training:
         check_layer(moved)
         assert all(torch.equal(t, layer.tensors()[name]) for name, t in moved.tensors().items()), "an input has changed"
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @gpu
@@ -135,7 +135,7 @@ def test_layouts(device: str, layout: str, K: int, dtype: torch.dtype, training:
 @pytest.mark.parametrize("kernel", BY_NAME)
 def test_each_kernel(kernel: str, training: bool, poison_all: None) -> None:
     by = layer_by(kernel)
-    reference.settle(lambda: check_layer(make(200, 1000, 130, training=training, device="cuda"), by))
+    error_rule.settle(lambda: check_layer(make(200, 1000, 130, training=training, device="cuda"), by))
 
 
 def repeated(operator, *args) -> tuple[Tensor, ...]:
@@ -154,7 +154,7 @@ def repeated(operator, *args) -> tuple[Tensor, ...]:
 )
 def test_more_than_65535_rows_by_each_kernel(kernel: str, dtype: torch.dtype, training: bool, poison_all: None) -> None:
     by = partial(repeated, layer_by(kernel))
-    reference.settle(lambda: check_layer(make(700, 520, 5, dtype=dtype, training=training, device="cuda"), by))
+    error_rule.settle(lambda: check_layer(make(700, 520, 5, dtype=dtype, training=training, device="cuda"), by))
 
 
 @gpu
@@ -228,7 +228,7 @@ def test_expanded_inputs(device: str) -> None:
         bias, bn_bias = layer.bias[:1].expand(10), layer.bn_bias[:1].expand(10)
         check_layer(replace(layer, input=layer.input[:1].expand(6, 8), bias=bias, bn_bias=bn_bias))
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, -3.5, 1e-3, 50.0])
@@ -239,7 +239,7 @@ def test_values_of_scale(device: str, scale: float, training: bool) -> None:
         out = check_layer(layer)
         assert scale != 0.0 or torch.equal(out, torch.full_like(out, 1 / 170))
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 def test_scale_per_feature_of_both_signs(device: str) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import error_rule
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from helpers import HALVES, close
@@ -50,7 +50,7 @@ def test_constant_columns(device: str) -> None:
         x = (equal.scale * equal.bn_bias).expand(19, 10)
         torch.testing.assert_close(fused(*equal.args())[0], torch.softmax(x, -1), rtol=1e-3, atol=1e-3)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @pytest.mark.parametrize("var", [0.0, 1e-12, -5e-6, 1e12, INF])
@@ -60,7 +60,7 @@ def test_values_of_the_running_variance(device: str, var: float) -> None:
         layer.running_var[2] = var
         check_layer(layer)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 @pytest.mark.parametrize(

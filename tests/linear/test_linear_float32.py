@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+import error_rule
 import pytest
-import reference
 import torch
 import torch.nn.functional as F
 from helpers import normal
@@ -25,7 +25,7 @@ def compare(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     """Within twice PyTorch's own error and a unit in the last place."""
     out = linear_float32(input, weight, bias)
     assert out.is_contiguous() and out.dtype == torch.float32 and out.device == input.device
-    reference.check_error("out", out, product64(input, weight, bias), own_product(input, weight, bias))
+    error_rule.check_error("out", out, product64(input, weight, bias), own_product(input, weight, bias))
     return out
 
 
@@ -39,7 +39,7 @@ def test_ranks(device: str, leading: tuple[int, ...], bias: bool, poison: None) 
         out = compare(normal(*leading, 9, device=device), normal(6, 9, device=device), normal(6, device=device) if bias else None)
         assert out.shape == (*leading, 6)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 WIDTHS = [
@@ -58,7 +58,7 @@ WIDTHS = [
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("M", "K", "N"), WIDTHS)
 def test_odd_sizes(device: str, M: int, K: int, N: int, bias: bool, poison: None) -> None:
-    reference.settle(
+    error_rule.settle(
         lambda: compare(normal(M, K, device=device), normal(N, K, device=device), normal(N, device=device) if bias else None)
     )
 
@@ -72,7 +72,7 @@ def test_empty(device: str, M: int, K: int, N: int, poison: None) -> None:
 
 @pytest.mark.parametrize(("M", "K", "N"), [(70_000, 8, 3), (3, 8, 70_000), (3, 70_000, 5)])
 def test_more_than_65535_of_each(device: str, M: int, K: int, N: int, poison: None) -> None:
-    reference.settle(lambda: compare(normal(M, K, device=device), normal(N, K, device=device)))
+    error_rule.settle(lambda: compare(normal(M, K, device=device), normal(N, K, device=device)))
 
 
 @pytest.mark.parametrize("kernel", BY_NAME)
@@ -84,9 +84,9 @@ def test_more_than_65535_rows_by_each_kernel(kernel: str, poison_all: None) -> N
         few, weight, bias = normal(700, 520, device="cuda"), normal(5, 520, device="cuda"), normal(5, device="cuda")
         out = by(kernel, few.repeat(100, 1), weight, bias).view(100, 700, 5)
         assert torch.equal(out, out[:1].expand_as(out))
-        reference.check_error("out", out[-1], product64(few, weight, bias), own_product(few, weight, bias))
+        error_rule.check_error("out", out[-1], product64(few, weight, bias), own_product(few, weight, bias))
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 LAYOUTS = {
@@ -106,9 +106,9 @@ def test_layouts(device: str, of_input: str, of_weight: str, K: int) -> None:
     def trial() -> None:
         input, weight, bias = normal(37, K, device=device), normal(29, K, device=device), normal(29, device=device)
         out = linear_float32(LAYOUTS[of_input](input), LAYOUTS[of_weight](weight), surrounded(bias))
-        reference.check_error("out", out, product64(input, weight, bias), own_product(input, weight, bias))
+        error_rule.check_error("out", out, product64(input, weight, bias), own_product(input, weight, bias))
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 def test_leading_dims_in_another_order(device: str) -> None:
@@ -116,7 +116,7 @@ def test_leading_dims_in_another_order(device: str) -> None:
         input, weight = normal(3, 4, 5, 8, device=device).permute(2, 0, 1, 3), normal(6, 8, device=device)
         assert compare(input, weight).shape == (5, 3, 4, 6)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
 
 
 SAME = {
@@ -128,7 +128,7 @@ SAME = {
 
 @pytest.mark.parametrize("same", SAME)
 def test_rows_that_are_one_and_the_same(device: str, same: str) -> None:
-    reference.settle(lambda: compare(*SAME[same](normal(6, 8, device=device), normal(1, 8, device=device))))
+    error_rule.settle(lambda: compare(*SAME[same](normal(6, 8, device=device), normal(1, 8, device=device))))
 
 
 def test_inputs_are_left_alone(device: str) -> None:

@@ -7,7 +7,11 @@ import pytest
 from paths import ROOT
 
 CSRC = sorted(p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"})
-PYTHON = [*sorted((ROOT / "attention_ext").rglob("*.py")), ROOT / "setup.py", ROOT / "setup_helpers.py"]
+FOLDERS = ("attention_ext", "tests", "bench", "scripts", "examples")
+PYTHON = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
+PYTHON += [ROOT / name for name in ("setup.py", "setup_helpers.py", "scripts/gpu_check", "scripts/make_dist")]
+PROSE = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+WIDTH = 132
 
 
 # Folder -> folders it may include from, besides itself. A folder here stands for all below it that have no line of their own.
@@ -72,6 +76,18 @@ def test_line_budget_of_csrc(path: Path) -> None:
 @pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
 def test_line_budget_of_python(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= (100 if path.name == "setup.py" else 300)
+
+
+def test_line_budget_of_the_readme() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("path", [*CSRC, *PYTHON, *PROSE], ids=lambda p: str(p.relative_to(ROOT)))
+def test_width(path: Path) -> None:
+    """Of every line but the rows of tables in prose."""
+    lines = enumerate(path.read_text().splitlines(), 1)
+    wide = [number for number, line in lines if len(line) > WIDTH and not (path in PROSE and line.startswith("|"))]
+    assert not wide, f"lines {wide} of {path.relative_to(ROOT)} are wider than {WIDTH} characters"
 
 
 def test_package_needs_nothing_but_torch() -> None:

@@ -9,13 +9,11 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from loader import script
 from paths import ROOT
 
 PARTS = (
@@ -34,19 +32,8 @@ METADATA = "build_meta.prepare_metadata_for_build_wheel(out); "
 SDIST = "build_meta.build_sdist(out); "
 CUDA_MAJOR = int(torch.version.cuda.split(".")[0]) if torch.version.cuda else None
 needs_cuda_torch = pytest.mark.skipif(CUDA_MAJOR is None, reason="a CPU-only torch builds nothing for CUDA")
-
-
-def load(path: Path) -> ModuleType:
-    loader = SourceFileLoader(re.sub(r"\W", "_", path.name), str(path))
-    spec = spec_from_loader(loader.name, loader)
-    assert spec is not None
-    module = module_from_spec(spec)
-    loader.exec_module(module)
-    return module
-
-
-helpers = load(ROOT / "setup_helpers.py")
-make_dist = load(ROOT / "scripts" / "make_dist")
+helpers = script("setup_helpers.py", ".")
+make_dist = script("make_dist")
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import HALVES, is_float, sdpa, sdpa_forward, sdpa_with_lse
-from kernels import KERNELS, Kernel
+from kernels import KERNELS, Kernel, needs_the_card
 from torch import Tensor
 
 import attention_ext
@@ -27,8 +27,7 @@ def expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False
 
 def needs(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False) -> None:
     """Skips what the kernel does not take, and all of it on a card that it is not for."""
-    if not kernel.runs_here():
-        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
+    needs_the_card(kernel)
     if not kernel.takes(*expanded(query, key, value, enable_gqa)):
         pytest.skip(f"{kernel.name} does not take such operands")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import error_rule
 import reference
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,6 @@ sdpa_backward = torch.ops.attention_ext.sdpa_backward
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
-WRONG = 0.05  # a relative error that is no rounding in any dtype
 baselines_taken: list[str] = []  # by torch_own in the test that runs; conftest.py empties it and writes it into the report
 
 
@@ -101,7 +101,7 @@ def torch_own(inputs: list[Tensor | None], grad_out: Tensor | None, want: Tensor
         except (RuntimeError, IndexError):
             continue
         finite = all(bool(t.isfinite().all()) for t in (out, *grads))
-        if out.shape == want.shape and finite and reference.errors(out, want)[1] < WRONG:
+        if out.shape == want.shape and finite and error_rule.errors(out, want)[1] < error_rule.WRONG:
             baselines_taken.append(name)
             return out, grads
     raise AssertionError("PyTorch has no usable result to compare with")
@@ -149,19 +149,17 @@ def compare(
         out, grads = run(op, leaves(*inputs), grad_out, is_causal=causal, scale=scale, enable_gqa=gqa)
         results.append((out.detach(), grads))
         assert len(grads) == len(want_grads), "a gradient is missing"
-        reference.check_error("out", out, want, base)
-        among = reference.largest(*want_grads)
-        for name, got, right, own in zip(("query", "key", "value", "attn_mask"), grads, want_grads, base_grads, strict=False):
-            reference.check_error(f"gradient of {name}", got, right, own, among, query.dtype)
+        error_rule.check_error("out", out, want, base)
+        error_rule.check_gradients(grads, want_grads, base_grads, query.dtype)
 
-    reference.settle(trial)
+    error_rule.settle(trial)
     return results[0]
 
 
 def close(got: Tensor, want: Tensor, tolerance: float | None = None) -> None:
     """For results without a rounding model of their own: within 16 eps of the dtype, relative to the largest value."""
     eps = torch.finfo(got.dtype).eps
-    limit = (16 * eps if tolerance is None else tolerance) * max(1.0, reference.largest(want))
+    limit = (16 * eps if tolerance is None else tolerance) * max(1.0, error_rule.largest(want))
     torch.testing.assert_close(got.detach().cpu().double(), want.detach().cpu().double(), rtol=0.0, atol=limit)
 
 

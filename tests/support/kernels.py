@@ -1,4 +1,7 @@
-"""The kernels that kernel_name can force, and what each takes: one line here runs a kernel through every forced-kernel test."""
+"""The kernels that kernel_name can force, and what each takes.
+
+A kernel of the table (kernel_names) with a row of FACTS goes through every forced-kernel test and, on a card, the sanitizers.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers import FLOATS, HALVES
+from kernel_names import kernel_names
 from torch import Tensor
 
 
@@ -28,7 +32,7 @@ class Kernel:
     capability: the compute capabilities it runs on, 10 * major + minor, empty for all. head_dims: what max(E, Ev) may be, both
     ends included. aligned: query, key and value need their rows on 16-byte boundaries. value_heads: key and value may have
     different head counts. rank: the largest that it takes. empty: whether a dim may be 0. contract: (E, Ev) of the tests of all
-    that it takes, the widest first.
+    that it takes, the widest first. sanitized: those of scripts/sanitizer_subset.py.
     """
 
     name: str
@@ -42,6 +46,7 @@ class Kernel:
     rank: int = 10
     empty: bool = True
     contract: tuple[tuple[int, int], ...] = ((16, 16),)
+    sanitized: tuple[tuple[int, int], ...] = ((64, 40),)
 
     def takes_sizes(self, dtype: torch.dtype, E: int, Ev: int) -> bool:
         """Whether contiguous operands of these head dims are taken."""
@@ -81,16 +86,23 @@ class Kernel:
 DIMS_512 = ((512, 512), (320, 264), (200, 256), (16, 16))
 DIMS_1024 = ((1024, 1024), (576, 640), (768, 768))
 HOPPER = {"dtypes": HALVES, "capability": (90,), "aligned": True, "rank": 5, "empty": False}
-
+FACTS = {
+    "pipeline": {},
+    "sm90_512": HOPPER | {"head_dims": (1, 512), "value_heads": False, "contract": DIMS_512, "sanitized": ((320, 320), (512, 264))},
+    "sm90_1024": HOPPER | {"head_dims": (1, 1024), "value_heads": False, "contract": DIMS_1024, "sanitized": ((600, 1024),)},
+    "sm90_pipeline": HOPPER | {"head_dims": (1, 1 << 30), "contract": (*DIMS_1024, (640, 576)), "sanitized": ((600, 264),)},
+}
 KERNELS = (
     Kernel("reference", "cpu", "reference"),
-    Kernel("pipeline", "cuda", "pipeline"),
-    Kernel("sm90_512", "cuda", "pipeline", head_dims=(1, 512), value_heads=False, contract=DIMS_512, **HOPPER),
-    Kernel("sm90_1024", "cuda", "pipeline", head_dims=(1, 1024), value_heads=False, contract=DIMS_1024, **HOPPER),
-    Kernel("sm90_pipeline", "cuda", "pipeline", head_dims=(1, 1 << 30), contract=(*DIMS_1024, (640, 576)), **HOPPER),
+    *(Kernel(name, "cuda", "pipeline", **FACTS[name]) for name in kernel_names()),
 )
 
 HEAD_DIMS = ((16, 16), (7, 13), (64, 128), (128, 40), (320, 264), (264, 512), (512, 512), (512, 8), (40, 384), (1024, 1024))
+
+
+def needs_the_card(kernel: Kernel) -> None:
+    if not kernel.runs_here():
+        pytest.skip(f"{kernel.name} needs compute capability {kernel.capability}")
 
 
 def params(kernels: tuple[Kernel, ...] = KERNELS) -> list:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import reference
+import error_rule
 import torch
 import torch.nn.functional as F
 from helpers import leaves, normal
@@ -59,7 +59,7 @@ def norm_errors(got: Tensor, want: Tensor) -> tuple[float, float]:
     return ratio(difference.norm(), want.norm()), ratio(difference.norm(dim=-1), want.norm(dim=-1))
 
 
-def check_float32(got: Tensor, want: Tensor, base: Tensor, factor: float = 1.05, quantum: float = 0.0) -> None:
+def check_float32(got: Tensor, want: Tensor, base: Tensor, factor: float = error_rule.LINEAR, quantum: float = 0.0) -> None:
     """Both errors of `got` are at most `factor` times those of `base`, PyTorch's own float32 result.
 
     quantum: what every element may be off beside that, for results in float32's denormal range.
@@ -87,8 +87,8 @@ def check_products(got: Tensor, want: Tensor, base: Tensor, units: float = 4.0) 
             errors, limits = ours.norm(dim=dim), 2 * theirs.norm(dim=dim) + allowed * 2.0**-24 * want.norm(dim=dim)
             worst = int((errors - limits).argmax())
             assert (errors <= limits).all(), f"{name} {worst}: error {errors[worst]:.3e}, limit {limits[worst]:.3e}"
-    (error, _), (own, _) = reference.errors(got, want), reference.errors(base, want)
-    limit = 2 * own + units * reference.ulp(torch.float32, reference.largest(want))
+    (error, _), (own, _) = error_rule.errors(got, want), error_rule.errors(base, want)
+    limit = 2 * own + units * error_rule.ulp(torch.float32, error_rule.largest(want))
     assert error <= limit, f"error {error:.3e}, PyTorch's {own:.3e}, limit {limit:.3e}"
 
 
@@ -209,13 +209,13 @@ def truncation(layer: Layer) -> float:
     if layer.input.dtype not in (torch.float16, torch.bfloat16) or not layer.input.is_cuda or not layer.input.numel():
         return 0.0
     sizes = layer.input.detach().abs().cpu().double() @ layer.weight.detach().abs().cpu().double().mT
-    return -(-layer.input.size(1) // 16) * 2.0**-23 * reference.largest(sizes)
+    return -(-layer.input.size(1) // 16) * 2.0**-23 * error_rule.largest(sizes)
 
 
 def rounding(layer: Layer) -> float:
     """What two float32 sums of the layer's products may differ by, each of them as good as the other."""
     squares = layer.input.detach().cpu().double().square() @ layer.weight.detach().cpu().double().square().mT
-    return 2.0**-22 * max(reference.largest(squares) ** 0.5, reference.largest(layer64(layer)[3]))
+    return 2.0**-22 * max(error_rule.largest(squares) ** 0.5, error_rule.largest(layer64(layer)[3]))
 
 
 def check_layer(layer: Layer, operator: Callable[..., tuple[Tensor, ...]] = fused) -> Tensor:
@@ -231,20 +231,20 @@ def check_layer(layer: Layer, operator: Callable[..., tuple[Tensor, ...]] = fuse
     own = own_product(*(t if t is None else t.to(linear.dtype) for t in (layer.input, layer.weight, layer.bias)))
     cut, off, rounded, gain = truncation(layer), 0.0, 0.0, 0.0
     if linear.dtype == torch.float32:
-        off = reference.errors(own, want_linear)[0] + reference.ulp(torch.float32, reference.largest(want_linear))
+        off = error_rule.errors(own, want_linear)[0] + error_rule.ulp(torch.float32, error_rule.largest(want_linear))
         rounded = rounding(layer)
         factor = layer.scale.detach().cpu().double() / (want_var + layer.eps).sqrt()
-        gain = reference.largest(factor if layer.bn_weight is None else factor * layer.bn_weight.detach().cpu().double())
-    reference.check_error("linear", linear, want_linear, own, extra=cut + rounded)
+        gain = error_rule.largest(factor if layer.bn_weight is None else factor * layer.bn_weight.detach().cpu().double())
+    error_rule.check_error("linear", linear, want_linear, own, extra=cut + rounded)
     if layer.training:
         extra = 2 * off + cut
-        reference.check_error("mean", mean, want_mean, own.mean(0), extra=extra)
-        spread = reference.largest(want_linear - want_mean)
-        reference.check_error("var", var, want_var, own.var(0, correction=0), extra=2 * extra * spread)
+        error_rule.check_error("mean", mean, want_mean, own.mean(0), extra=extra)
+        spread = error_rule.largest(want_linear - want_mean)
+        error_rule.check_error("var", var, want_var, own.var(0, correction=0), extra=2 * extra * spread)
     else:
         assert torch.equal(mean, layer.running_mean.to(mean.dtype)) and torch.equal(var, layer.running_var.to(var.dtype))
-    slope = min(0.5, 2 * reference.largest(want))  # of the softmax
-    reference.check_error("out", out, want, own_layer(layer), extra=slope * gain * off)
+    slope = min(0.5, 2 * error_rule.largest(want))  # of the softmax
+    error_rule.check_error("out", out, want, own_layer(layer), extra=slope * gain * off)
     return out
 
 

@@ -1,4 +1,4 @@
-"""What the operators must return: attention in float64 on the CPU, the dropout mask, and the error rule.
+"""What the operators must return: attention in float64 on the CPU, and the dropout mask.
 
 Sizes: B batch (any leading dims), Hq query heads, Hk key heads, L queries, S keys, E query/key head dim, Ev value head dim.
 Everything is written with differentiable PyTorch functions, so gradients of the oracle come from autograd.
@@ -7,7 +7,6 @@ Everything is written with differentiable PyTorch functions, so gradients of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -110,86 +109,3 @@ def dropout_keep_mask(
     h, i, j = h[:, None, None], i[None, :, None], j[None, None, :]
     words = philox4x32((j, i, h & _LOW32, h >> 32), (seed & _LOW32, (seed >> 32) & _LOW32))
     return torch.stack(words, -1).flatten(-2)[..., :s] >= int(p * 2**32)
-
-
-def ulp(dtype: torch.dtype, largest: float) -> float:
-    """One unit in the last place of `dtype` at the magnitude `largest`."""
-    info = torch.finfo(dtype)
-    if largest < info.tiny:
-        return info.tiny * info.eps
-    return info.eps * 2.0 ** math.floor(math.log2(largest))
-
-
-def largest(*tensors: Tensor) -> float:
-    return max((float(t.detach().abs().max()) for t in tensors if t.numel()), default=0.0)
-
-
-def errors(got: Tensor, want: Tensor) -> tuple[float, float]:
-    """Largest absolute difference and relative Frobenius norm against the float64 `want`."""
-    got, want = got.detach().cpu().double(), want.detach().cpu().double()
-    if not want.numel():
-        return 0.0, 0.0
-    difference, norm = got - want, float(want.norm())
-    return float(difference.abs().max()), float(difference.norm()) / norm if norm else 0.0
-
-
-class CloseCall(AssertionError):
-    """An error is past its limit by less than a factor of two: perhaps no more than bad luck."""
-
-
-def settle(trial: Callable[[], object]) -> None:
-    """Puts a close call to the vote of three draws; everything else fails at once.
-
-    The rule compares the largest of a few rounding errors with the largest of a few others. In float32, of two equally
-    good kernels, one is past twice the other's in about one draw of thirty.
-    """
-    calls: list[str] = []
-    for _ in range(3):
-        try:
-            trial()
-        except CloseCall as call:
-            calls.append(str(call))
-        if not calls:
-            return
-    assert len(calls) < 2, "\n".join(calls)
-
-
-def check_error(
-    name: str,
-    got: Tensor,
-    want: Tensor,
-    base: Tensor,
-    among: float = 0.0,
-    dtype: torch.dtype | None = None,
-    extra: float = 0.0,
-) -> None:
-    """The error of `got` is at most twice that of `base` (PyTorch's own, same dtype) plus one ulp at the largest value.
-
-    among: the largest gradient of the same call. A gradient that vanishes by cancellation (one key, scale 0, a mask that is
-    the same for all keys) is the rounding of float32 sums and no more, so it is measured by that.
-    dtype: of the call, where the result is of another one (the gradient of a float32 mask beside half operands).
-    extra: what any element may be off beside that.
-    In float64 the oracle rounds as well and no better one is at hand, so there the unit is 1e-13 of the largest value.
-    """
-    assert got.shape == want.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(want.shape)}"
-    assert got.dtype == base.dtype, f"{name}: dtype {got.dtype}, expected {base.dtype}"
-    assert torch.isfinite(got).all(), f"{name}: not finite"
-    assert torch.isfinite(want).all() and torch.isfinite(base).all(), f"{name}: no finite value to compare with"
-    top, dtype = largest(want), dtype or got.dtype
-    vanishes = top < 1e-6 * among
-    size = among if vanishes else top
-    unit = 1e-13 * size if dtype == torch.float64 else ulp(dtype, size)
-    (absolute, relative), (base_absolute, base_relative) = errors(got, want), errors(base, want)
-    limit = 2 * base_absolute + unit + extra
-    if vanishes and dtype != torch.float64:
-        limit += 16 * ulp(torch.float32, among)
-    text = f"{name}: error {absolute:.3e}, PyTorch's {base_absolute:.3e}, limit {limit:.3e}"
-    assert absolute <= 2 * limit, text
-    if absolute > limit:
-        raise CloseCall(text)
-    if top and not vanishes:
-        limit = 2 * base_relative + (unit + extra) / top
-        text = f"{name}: relative error {relative:.3e}, PyTorch's {base_relative:.3e}, limit {limit:.3e}"
-        assert relative <= 2 * limit, text
-        if relative > limit:
-            raise CloseCall(text)

@@ -6,14 +6,21 @@ import importlib.util
 import json
 import math
 import subprocess
-from types import SimpleNamespace
 from typing import Any
 
+import cases
+import common
+import evidence
+import peers
+import pipelines
 import pytest
+import record_shapes
 import torch
 import torch.nn.functional as F
-from bench_modules import CASES, MASKS, SETS, SHAPES, Case, cases, common, evidence, peers, record, record_shapes, script
+from cases import CASES, MASKS, SETS, Case
+from loader import script
 from paths import ROOT
+from shapes import SHAPES
 
 
 @pytest.mark.parametrize(
@@ -229,79 +236,6 @@ def test_stages_in_their_table_and_without() -> None:
     table = script("make_tables.py").TABLES["sm90_pipeline"]
     old = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
     old.pop("stages_sm90_pipeline", None)
-    rows = {stage: {"ms": 1.125, "launches": 5} for stage in record.STAGES["sm90_pipeline"]}
+    rows = {stage: {"ms": 1.125, "launches": 5} for stage in pipelines.STAGES["sm90_pipeline"]}
     new = table(old | {"stages_sm90_pipeline": {"kb97": rows}})
     assert new[: len(table(old))] == table(old) and "`wgmma_scores` 1.12 in 5 launches" in new[-1] and "on kb97" in new[-1]
-
-
-def test_a_row_rests_before_its_first_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is idle, and then for REST seconds, before anything of the call runs; the second pass follows at once."""
-    done: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("idle"))
-    monkeypatch.setattr(common.time, "sleep", done.append)
-    monkeypatch.setattr(common._measure, "time_ms", lambda call, device, repeat: done.append(repeat) or 20.0)
-    assert common.time_ms(lambda: None) == 20.0 and done == ["idle", common.REST, 1, 15]
-    done.clear()
-    assert common.time_ms(lambda: None, rested=False) == 20.0 and done == [1, 15]
-
-
-@pytest.mark.parametrize("kernel", record.STAGES)
-def test_stages_by_the_profiler(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
-    """Of the kernels' names as csrc spells them, over five calls of three slices."""
-    sources = "".join(path.read_text() for path in (ROOT / "csrc").rglob("*.cu"))
-    named = [f"void attention_ext::(anonymous namespace)::{stage}_kernel<8>(QkScoresParams)" for stage in record.STAGES[kernel]]
-    assert all(f"{stage}_kernel(" in sources for stage in record.STAGES[kernel])
-    events = [SimpleNamespace(key=key, self_device_time_total=5e3, count=15) for key in (*named, "void at::native::fill()")]
-    calls: list[dict[str, Any]] = []
-
-    class Profile:
-        def __init__(self, **options: Any) -> None: ...
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *error: Any) -> None: ...
-        def key_averages(self) -> list[Any]:
-            return events
-
-    monkeypatch.setattr(torch.profiler, "profile", Profile)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(record, "DEVICE", torch.device("cpu"))
-    monkeypatch.setattr(record, "OPS", SimpleNamespace(sdpa_forward=lambda *_, **options: calls.append(options)))
-    found = record.stages(small(), kernel, {"copy_tb_per_s": 2.0, "matmul_fp16_tflops": 500.0})
-    assert all(row["bound_ms"] == max(row["bytes"] / 2e9, row["flop"] / 500e9) for row in found.values())
-    assert tuple(found) == record.STAGES[kernel] and calls == 6 * [{"kernel_name": kernel}]
-    assert all(stage["ms"] == 1.0 and stage["launches"] == 3 for stage in found.values())
-
-
-@pytest.mark.parametrize("lost", [None, "error_rule", "stages", "peers"])
-def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lost: str | None) -> None:
-    """What came before is printed, the linear cases behind all of attention's."""
-    fakes = {
-        "ceilings": {"x": 1.0},
-        "forward_case": {"within_rule": True, "kernel": "sm90_pipeline"},
-        "stages": {},
-        "workspaces": {},
-    }
-    fakes |= {"error_rule": [{"within_rule": True}], "long_sequences": {}, "backward_case": {}}
-    for name, value in fakes.items():
-        monkeypatch.setattr(record, name, broken if name == lost else lambda *_, value=value: value)
-    monkeypatch.setattr(record.linear_cases, "measure", lambda *_: {"within_rule": True})
-    monkeypatch.setattr(record.peers, "measure", broken if lost == "peers" else lambda *_: {})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
-    monkeypatch.setattr("sys.argv", ["record.py", "--cases", "kb97", "lin84", "--peers"])
-    code = record.main()
-    found = script("gpu_check").last_json(capsys.readouterr().out)
-    assert code == int(lost is not None) and list(found["forward"]) == ["kb97"] and found["ceilings"] == {"x": 1.0}
-    assert ("OutOfMemoryError" in found.get("failed", "")) == (lost is not None) and evidence.bench_sound(found) == (lost is None)
-    assert ("stages_sm90_pipeline" in found) == (lost != "stages")
-    assert len(found.get("linear", {})) == (3 if lost in (None, "peers") else 0)
-    assert not evidence.bench_sound({"bench_failed": True, "error_rule": []})
-    assert lost is not None or not evidence.bench_sound(found | {"error_rule": [{"within_rule": False}]})
-
-
-def test_last_json() -> None:
-    last_json = script("gpu_check").last_json
-    outcome = {"count": 3, "failures": [{"seed": 1}, {}]}
-    for indent in (None, 1):
-        assert last_json("noise\n{1}\n" + json.dumps(outcome, indent=indent) + "\nmore {}\n") == outcome
-    assert last_json("no object") is None and last_json("{broken") is None

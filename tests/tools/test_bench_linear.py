@@ -6,9 +6,13 @@ import json
 import math
 from typing import Any
 
+import common
+import evidence
+import linear_cases
 import pytest
 import torch
-from bench_modules import CASES, SETS, common, evidence, linear_cases, script
+from cases import CASES, SETS
+from loader import script
 
 
 def broken(*args: Any) -> torch.Tensor:
@@ -20,7 +24,7 @@ def linear_row(monkeypatch: pytest.MonkeyPatch, part: str, ours: Any = None, qui
     monkeypatch.setattr(common, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(linear_cases, "extra_memory", lambda call: call().nbytes)
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(linear_cases, "FACTOR", 2.0)  # of two sums of so few terms one is more than 1.05 times the other
+    monkeypatch.setattr(linear_cases.error_rule, "LINEAR", 2.0)  # of two sums of so few terms one is more than 1.05 times the other
     if ours is not None:
         monkeypatch.setitem(linear_cases.ROWS, "attention_ext", (ours, False, False))
     return linear_cases.measure(linear_cases.LinearCase("tiny", 24, 40, 36), part, quick)

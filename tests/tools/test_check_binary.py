@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-import bench_modules
+import loader
 import pytest
 
 HALF = ("6__half", "13__nv_bfloat16")
@@ -13,7 +13,7 @@ TRAP = "        /*0000*/  BPT.TRAP 0x1 ;\n"
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    return bench_modules.script("check_binary.py")
+    return loader.script("check_binary.py")
 
 
 def names() -> list[str]:

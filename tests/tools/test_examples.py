@@ -7,8 +7,8 @@ import inspect
 
 import pytest
 import torch
-from bench_modules import script
 from helpers import close, normal
+from loader import script
 from torch import Tensor, nn
 from torch.func import functional_call
 

@@ -8,8 +8,9 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
+import evidence
 import pytest
-from bench_modules import evidence, script
+from loader import script
 from paths import ROOT
 
 TREE, OTHER = "a" * 40, "b" * 40
@@ -215,3 +216,11 @@ def test_initcheck_counts_this_packages_kernels(monkeypatch: pytest.MonkeyPatch,
     assert not module.run_sanitizer("initcheck", ["subset.py"], "never printed", {})["clean"]
     assert "--kernel-name" not in commands[0][0], "what a kernel that is left out wrote would count as unwritten"
     assert commands[0][1]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+
+
+def test_last_json() -> None:
+    last_json = script("gpu_check").last_json
+    outcome = {"count": 3, "failures": [{"seed": 1}, {}]}
+    for indent in (None, 1):
+        assert last_json("noise\n{1}\n" + json.dumps(outcome, indent=indent) + "\nmore {}\n") == outcome
+    assert last_json("no object") is None and last_json("{broken") is None

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from bench_modules import script
+from loader import script
 
 USAGE = """
 Fatbin elf code:

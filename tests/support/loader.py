@@ -1,29 +1,13 @@
-"""The modules of bench/ and scripts/, which are no packages, for the tests of them."""
+"""Files of scripts/ and examples/ as modules; those of bench/ and scripts/ that are on pytest's path need no help."""
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
 from paths import ROOT
-
-sys.path += [str(ROOT / "bench"), str(ROOT / "scripts")]
-
-import cases
-import common
-import evidence
-import linear_cases
-import peers
-import record
-import record_shapes
-from cases import CASES, MASKS, SETS, Case
-from shapes import SHAPES
-
-__all__ = ["CASES", "MASKS", "SETS", "SHAPES", "Case", "cases", "common", "evidence", "linear_cases", "peers"]
-__all__ += ["record", "record_shapes", "script"]
 
 
 def script(name: str, folder: str = "scripts") -> ModuleType:
