@@ -11,7 +11,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from . import _libraries, nn
 from . import _registration as _registration
-from ._partials import merge_partials
+from .attention.partials import merge_partials
 from .ops import Explanation, explain, linear_batchnorm_softmax, linear_float32, preferred, sdpa, sdpa_with_lse
 
 __all__ = [

@@ -1,38 +1,52 @@
-"""What the operators accept: every refusal names the argument, what was expected and what came.
+"""What every refusal is made of: it names the argument, what was expected and what came.
 
-Sizes are compared through torch._check, so that symbolic shapes stay symbolic; all refusals are RuntimeError, as PyTorch's
-own operator raises, and the fake kernels call the same functions.
+Sizes are compared through torch._check, so that symbolic shapes stay symbolic. The kernels on the CPU, the fake ones and autograd
+call the same functions; csrc/binding says the same in the same words.
 """
 
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from ._libraries import check_cuda_library
-
 __all__ = [
-    "attention_shape",
-    "check_attention",
+    "DTYPES",
+    "accumulator",
     "check_dense",
-    "check_heads",
-    "check_operand",
-    "check_seed",
     "check_shape",
-    "has_meaning_of_its_own",
     "message",
     "refuse",
+    "refuse_unless",
     "shape_of",
     "surely",
+    "text",
 ]
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_DEFAULT: Any = Tensor.__torch_function__
-_OF_DATA = (_DEFAULT.__func__, torch._C._disabled_torch_function_impl)  # of classes that are what their data is
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """What scores, sums and statistics are kept in: float64 for float64, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def message(argument: str, expected: str, got: str) -> str:
     return f"attention_ext: {argument}: expected {expected}, got {got}"
+
+
+def refuse(argument: str, expected: str, got: object) -> NoReturn:
+    raise RuntimeError(message(argument, expected, str(got)))
+
+
+def text(sizes: Iterable[int]) -> str:
+    """Sizes as a tuple is written, symbolic ones too."""
+    written = [str(size) for size in sizes]
+    return f"({written[0]},)" if len(written) == 1 else f"({', '.join(written)})"
+
+
+def shape_of(tensor: Tensor) -> str:
+    return f"shape {text(tensor.shape)}"
 
 
 def surely(condition: bool | torch.SymBool) -> bool:
@@ -45,20 +59,9 @@ def surely(condition: bool | torch.SymBool) -> bool:
     return decided
 
 
-def refuse(argument: str, expected: str, got: object) -> NoReturn:
-    raise RuntimeError(message(argument, expected, str(got)))
-
-
-def shape_of(tensor: Tensor) -> str:
-    return f"shape ({', '.join(str(size) for size in tensor.shape)})"
-
-
-def has_meaning_of_its_own(tensor: Tensor) -> bool:
-    """Whether a tensor's class may mean something else than its data: it overrides how functions treat it."""
-    if type(tensor) is Tensor:
-        return False
-    function = type(tensor).__torch_function__
-    return getattr(function, "__func__", function) not in _OF_DATA
+def refuse_unless(condition: bool | torch.SymBool, name: str, expected: str, tensor: Tensor) -> None:
+    """Refuses a tensor for its shape, where a condition is not surely true: at once, or when a program of symbolic sizes runs."""
+    torch._check(condition, lambda: message(name, expected, shape_of(tensor)))
 
 
 def check_dense(name: str, tensor: Tensor | None) -> Tensor:
@@ -72,114 +75,17 @@ def check_dense(name: str, tensor: Tensor | None) -> Tensor:
     return tensor
 
 
-def check_operand(name: str, tensor: Tensor | None, first: Tensor, min_rank: int, of: str = "query's") -> None:
-    """Refuses an operand that does not go with the first one, whose name in the genitive is `of`."""
-    tensor = check_dense(name, tensor)
-    if tensor.dtype not in _DTYPES:
-        refuse(name, "dtype float16, bfloat16, float32 or float64", tensor.dtype)
-    if tensor.dtype != first.dtype:
-        refuse(name, f"the {of} dtype {first.dtype}", tensor.dtype)
-    if tensor.device != first.device:
-        refuse(name, f"the {of} device {first.device}", tensor.device)
-    if tensor.dim() < min_rank:
-        gqa = " with enable_gqa" if min_rank == 3 else ""
-        refuse(name, f"rank {min_rank} or more{gqa}", f"{shape_of(tensor)} of rank {tensor.dim()}")
-
-
-def check_heads(name: str, tensor: Tensor, first: Tensor, of: str = "query's") -> None:
-    """Refuses a head count that does not divide the first operand's."""
-    heads, q_heads = tensor.size(-3), first.size(-3)
-    torch._check(heads != 0, lambda: message(name, "at least one head with enable_gqa", "0 heads"))
-    torch._check(
-        q_heads % heads == 0,
-        lambda: message(name, f"a head count that divides the {of} {q_heads}", f"{heads} heads"),
-    )
-
-
-def _same(left: torch.Size, right: torch.Size) -> bool:
-    return len(left) == len(right) and all(surely(x == y) for x, y in zip(left, right, strict=True))
-
-
-def attention_shape(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> list[int]:
-    """(..., Hq, L, S): the shape of the scores, with the leading dims of the three operands broadcast."""
-    tail = 3 if enable_gqa else 2
-    shape = query.shape
-    leading, k_leading, v_leading = shape[:-tail], key.shape[:-tail], value.shape[:-tail]
-    if not (_same(leading, k_leading) and _same(leading, v_leading)):
-        for name, tensor, other in (("key", key, k_leading), ("value", value, v_leading)):
-            try:
-                leading = torch.broadcast_shapes(leading, other)
-            except (RuntimeError, ValueError):
-                refuse(name, f"leading dimensions that broadcast with the query's {shape_of(query)}", shape_of(tensor))
-    return [*leading, *shape[-tail:-1], key.shape[-2]]
-
-
-def _check_mask(mask: Tensor, query: Tensor, scores: list[int], is_causal: bool) -> None:
-    check_dense("attn_mask", mask)
-    if has_meaning_of_its_own(mask):
-        refuse("attn_mask", "a plain tensor", f"a {type(mask).__name__}")
-    if is_causal:
-        refuse("attn_mask", "None together with is_causal=True", f"a mask of {shape_of(mask)}")
-    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
-        refuse("attn_mask", f"dtype bool, float32 or the query's {query.dtype}", mask.dtype)
-    if mask.device != query.device:
-        refuse("attn_mask", f"the query's device {query.device}", mask.device)
-    want = f"a shape of rank 2 or more that broadcasts to ({', '.join(str(size) for size in scores)})"
-    if not 2 <= mask.dim() <= len(scores):
-        refuse("attn_mask", want, shape_of(mask))
-    for size, target in zip(reversed(mask.shape), reversed(scores), strict=False):
-        if not surely(size == 1):
-            torch._check(size == target, lambda: message("attn_mask", want, shape_of(mask)))
-
-
-def check_seed(query: Tensor, seed: Tensor | None, dropout_p: float) -> None:
-    """The seed of sdpa_forward and sdpa_backward: a 1-element int64 tensor on the query's device wherever dropout is on."""
-    if dropout_p > 0.0 and seed is None:
-        refuse("seed", f"a 1-element int64 tensor for dropout_p = {dropout_p}", None)
-    if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != query.device):
-        refuse("seed", f"a 1-element int64 tensor on {query.device}", f"{seed.dtype}, {shape_of(seed)} on {seed.device}")
-
-
-def check_shape(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:
+def check_shape(name: str, tensor: Tensor, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> None:
     """Refuses a tensor that is not of just this shape, dtype and device."""
     check_dense(name, tensor)
-    want = f"shape ({', '.join(str(size) for size in shape)}), {dtype} on {device}"
-    same = tensor.dim() == len(shape) and tensor.dtype == dtype and tensor.device == device
-    if not same:
-        refuse(name, want, f"{shape_of(tensor)}, {tensor.dtype} on {tensor.device}")
+    shape = list(shape)
+
+    def sentence() -> str:
+        got = f"{shape_of(tensor)}, {tensor.dtype} on {tensor.device}"
+        return message(name, f"shape {text(shape)}, {dtype} on {device}", got)
+
+    if tensor.dim() != len(shape) or tensor.dtype != dtype or tensor.device != device:
+        raise RuntimeError(sentence())
     for size, target in zip(tensor.shape, shape, strict=True):
         if not surely(size == target):
-            torch._check(size == target, lambda: message(name, want, shape_of(tensor)))
-
-
-def check_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    enable_gqa: bool,
-) -> list[int]:
-    """Refuses what scaled dot-product attention is not defined for; returns the shape of the scores (..., Hq, L, S)."""
-    min_rank = 3 if enable_gqa else 2
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_operand(name, tensor, query, min_rank)
-    check_cuda_library(query.device)
-    torch._check(
-        key.size(-1) == query.size(-1),
-        lambda: message("key", f"the query's head dim E = {query.size(-1)} as its last size", shape_of(key)),
-    )
-    torch._check(
-        value.size(-2) == key.size(-2),
-        lambda: message("value", f"the key's length S = {key.size(-2)} as its second to last size", shape_of(value)),
-    )
-    if enable_gqa:
-        check_heads("key", key, query)
-        check_heads("value", value, query)
-    scores = attention_shape(query, key, value, enable_gqa)
-    if attn_mask is not None:
-        _check_mask(attn_mask, query, scores, is_causal)
-    if not 0.0 <= dropout_p <= 1.0:
-        refuse("dropout_p", "a probability in [0, 1]", dropout_p)
-    return scores
+            torch._check(size == target, sentence)

@@ -6,13 +6,18 @@ part of every call, also in inference mode. The package's functions at the keys 
 """
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["call_kernel", "redispatch", "register_kernel_calls"]
+from ._log import log_wanted
+from ._torch_private import BELOW_AUTOGRAD, below_autograd, keyset
 
-_KERNELS = torch._C._after_ADInplaceOrView_keyset - torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+__all__ = ["call_kernel", "redispatch", "register_operator"]
+
+_KERNELS = BELOW_AUTOGRAD - keyset("BackendSelect")
+_Function = Callable[..., Any]
 _SENTENCE = re.compile(r"^attention_ext: out of memory: (\d+) bytes on (cuda:\d+)")
 
 
@@ -37,14 +42,22 @@ def redispatch(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 def call_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator's kernel, from anywhere else."""
-    with torch._C._AutoDispatchBelowAutograd():
+    with below_autograd():
         return operator(*args, **kwargs)
 
 
-def register_kernel_calls(library: torch.library.Library, operator: Any) -> None:
-    """The function at BackendSelect, for an operator with kernels."""
+def register_operator(
+    library: torch.library.Library, name: str, cpu: _Function, autograd: _Function, fake: _Function, log: Callable[..., None]
+) -> None:
+    """Everything about an operator with kernels that is not one on CUDA; log: called with its arguments where calls are logged."""
+    operator = getattr(torch.ops.attention_ext, name).default
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled() and log_wanted():  # all other calls are logged above
+            log(*args, **kwargs)
         return redispatch(operator, keyset, *args, **kwargs)
 
-    library.impl(operator._schema.name.removeprefix("attention_ext::"), call, "BackendSelect", with_keyset=True)
+    library.impl(name, call, "BackendSelect", with_keyset=True)
+    library.impl(name, cpu, "CPU")
+    library.impl(name, autograd, "Autograd", with_keyset=True)
+    torch.library.register_fake(f"attention_ext::{name}", fake, lib=library)

@@ -14,7 +14,10 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ._checks import attention_shape, surely
+from ._checks import surely
+from ._torch_private import tell_calls_apart
+from .attention.call import AttentionCall
+from .attention.checks import attention_shape
 
 __all__: list[str] = []
 
@@ -71,16 +74,17 @@ def _strategies(
 
 
 def _attention(
-    rows: Sequence[int], arguments: Sequence[_Span | None], outputs: Sequence[_Span | None], first: _Spec, *,
-    is_causal: bool = False, seed: _Spec | None = None, enable_gqa: bool = False,
-) -> _Strategies:  # fmt: skip
+    call: AttentionCall, rows: Sequence[int], arguments: Sequence[_Span | None], outputs: Sequence[_Span | None]
+) -> _Strategies:
     """Strategies for results with rows (..., Hq, L): along leading dims, heads and, where its index does not matter, L.
 
     With dropout, which is where there is a seed, only replicated: a number is drawn for each weight from the indices of its leading
     dims, head, row and key, and those in a shard are not those in the whole.
     """
-    axes = range(0 if seed is not None else len(rows) - is_causal)
-    return _strategies(rows, arguments, outputs, axes, {len(rows) - 2: _shard_counts(first.mesh.shape)} if enable_gqa else None)
+    first: _Spec = call.query
+    axes = range(0 if call.seed is not None else len(rows) - call.is_causal)
+    grouped = {len(rows) - 2: _shard_counts(first.mesh.shape)} if call.enable_gqa else None
+    return _strategies(rows, arguments, outputs, axes, grouped)
 
 
 def _of_keys(operand: _Spec) -> _Span:
@@ -96,58 +100,54 @@ def _of_seed(seed: _Spec | None) -> _Span | None:
     return None if seed is None else []
 
 
-def _sdpa_forward(
-    query: _Spec, key: _Spec, value: _Spec, attn_mask: _Spec | None, seed: _Spec | None, dropout_p: float, is_causal: bool, *,
-    enable_gqa: bool = False, **options: Any,
-) -> _Strategies:  # fmt: skip
-    rows = attention_shape(query, key, value, enable_gqa)[:-1]
-    arguments = [query.shape[:-1], _of_keys(key), _of_keys(value), _of_mask(attn_mask), _of_seed(seed), None, None]
-    return _attention(rows, arguments, [rows, rows], query, is_causal=is_causal, seed=seed, enable_gqa=enable_gqa)
+def _operands(call: AttentionCall) -> list[_Span | None]:
+    return [call.query.shape[:-1], _of_keys(call.key), _of_keys(call.value), _of_mask(call.attn_mask)]
 
 
-def _sdpa_with_lse(
-    query: _Spec, key: _Spec, value: _Spec, attn_mask: _Spec | None = None, dropout_p: float = 0.0, is_causal: bool = False, *,
-    enable_gqa: bool = False, **options: Any,
-) -> _Strategies:  # fmt: skip
+def _sdpa_forward(*specs: Any, **options: Any) -> _Strategies:
+    call = AttentionCall(*specs, **options)
+    rows = attention_shape(call)[:-1]
+    return _attention(call, rows, [*_operands(call), _of_seed(call.seed), None, None], [rows, rows])
+
+
+def _sdpa_with_lse(*specs: Any, **options: Any) -> _Strategies:
     """Only inference mode asks for those of the routers. With dropout they have none: DTensor then runs them, not each rank, which
     draws one seed for all."""
-    if dropout_p > 0.0:
+    call = AttentionCall.of_router(*specs, **options)
+    if call.dropout_p > 0.0:
         raise NotImplementedError
-    return _sdpa_forward(query, key, value, attn_mask, None, dropout_p, is_causal, enable_gqa=enable_gqa)
+    return _sdpa_forward(*call)
 
 
-def _sdpa(*arguments: Any, **options: Any) -> _Strategies:
-    return [(outputs[:1], given) for outputs, given in _sdpa_with_lse(*arguments, **options)]
+def _sdpa(*specs: Any, **options: Any) -> _Strategies:
+    return [(outputs[:1], given) for outputs, given in _sdpa_with_lse(*specs, **options)]
 
 
 def _sdpa_backward(
     grad_out: _Spec, grad_lse: _Spec | None, query: _Spec, key: _Spec, value: _Spec, attn_mask: _Spec | None, out: _Spec,
-    lse: _Spec, seed: _Spec | None, dropout_p: float, is_causal: bool, *, enable_gqa: bool = False, mask_grad: bool = False,
-    **options: Any,
+    lse: _Spec, *rest: Any, mask_grad: bool = False, wide_grads: bool = False, **options: Any,
 ) -> _Strategies:  # fmt: skip
-    rows = lse.shape
-    operands = [query.shape[:-1], _of_keys(key), _of_keys(value), _of_mask(attn_mask)]
-    arguments = [rows, None if grad_lse is None else rows, *operands, rows, rows, _of_seed(seed), None, None]
-    outputs = operands if mask_grad else [*operands[:3], None]  # without mask_grad the fourth is empty
-    return _attention(rows, arguments, outputs, query, is_causal=is_causal, seed=seed, enable_gqa=enable_gqa)
+    call, rows = AttentionCall(query, key, value, attn_mask, *rest, **options), lse.shape
+    operands = _operands(call)
+    arguments = [rows, None if grad_lse is None else rows, *operands, rows, rows, _of_seed(call.seed), None, None]
+    return _attention(call, rows, arguments, operands if mask_grad else [*operands[:3], None])  # else the fourth is empty
 
 
-def _qk_scores(
-    query: _Spec, key: _Spec, attn_mask: _Spec | None = None, is_causal: bool = False, *, enable_gqa: bool = False, **options: Any
-) -> _Strategies:
-    rows = attention_shape(query, key, key, enable_gqa)[:-1]
-    arguments = [query.shape[:-1], _of_keys(key), _of_mask(attn_mask), None]
-    return _attention(rows, arguments, [rows], query, is_causal=is_causal, enable_gqa=enable_gqa)
+def _qk_scores(query: _Spec, key: _Spec, attn_mask: _Spec | None = None, *flags: Any, **options: Any) -> _Strategies:
+    call = AttentionCall(query, key, key, attn_mask, None, 0.0, *flags, **options)
+    rows = attention_shape(call)[:-1]
+    return _attention(call, rows, [query.shape[:-1], _of_keys(key), _of_mask(attn_mask), None], [rows])
 
 
 def _row_softmax(scores: _Spec, **options: Any) -> _Strategies:
     rows = scores.shape[:-1]
-    return _attention(rows, [rows], [rows, rows, rows], scores)
+    return _attention(AttentionCall(scores, scores, scores), rows, [rows], [rows, rows, rows])
 
 
 def _scores_values(weights: _Spec, row_sum: _Spec, value: _Spec, *, enable_gqa: bool = False) -> _Strategies:
     rows = weights.shape[:-1]
-    return _attention(rows, [rows, rows, _of_keys(value)], [rows], weights, enable_gqa=enable_gqa)
+    call = AttentionCall(weights, value, value, enable_gqa=enable_gqa)
+    return _attention(call, rows, [rows, rows, _of_keys(value)], [rows])
 
 
 def _linear_float32(input: _Spec, weight: _Spec, bias: _Spec | None = None) -> _Strategies:
@@ -174,10 +174,7 @@ def _linear_batchnorm_softmax(
 def _register(name: str, strategies: Callable[..., _Strategies]) -> None:
     operator = getattr(torch.ops.attention_ext, name).default
     register_sharding(operator)(strategies)
-    # DTensor keeps its decisions, and tells calls apart by operands and integers alone; flags and names decide as well here.
-    told_apart = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator]
-    told_apart.static_argnum = 0
-    told_apart.static_kwargkey = [argument.name for argument in operator._schema.arguments if argument.kwarg_only]
+    tell_calls_apart(DTensor, operator)
 
 
 _register("sdpa", _sdpa)

@@ -1,16 +1,18 @@
 """What the registrations of all operators need to know about the dispatcher and the transforms around a call."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-__all__ = ["AUTOCAST", "castable", "constant", "forward_mode", "tangents", "why_composed", "wraps"]
+from ._torch_private import AUTOCAST, autograd_is_off, below_keys, is_dual, transforms, within_forward_mode
 
-AUTOCAST = {
-    "cpu": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU),
-    "cuda": torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA),
-}
-_JVP = torch._C._functorch.TransformType.Jvp
+__all__ = ["below_autocast", "castable", "constant", "forward_mode", "tangents", "why_composed", "wraps"]
+
+
+def below_autocast(device_type: str = "cpu") -> Any:
+    """Inside, operators keep the dtypes that they are given, also in a backward pass within an autocast region."""
+    return below_keys(AUTOCAST[device_type])
 
 
 def castable(tensor: Tensor, device_type: str) -> bool:
@@ -39,15 +41,11 @@ def forward_mode(*tensors: Tensor | None) -> bool:
     PyTorch counts the open levels in Python, but a graph of torch.compile opens its level in C++ alone: there the operands tell, or
     the transform that opened it.
     """
-    if forward_ad._current_level >= 0:
+    if within_forward_mode(transforms()):
         return True
-    transforms = torch._C._functorch.get_interpreter_stack()
-    if transforms and any(transform.key() == _JVP for transform in transforms):
-        return True
-    below = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradOther)  # of autograd, which takes them off
     # Releases before 2.13 tell Dynamo alone that they compile.
     traced = torch.compiler.is_compiling() or any(t is not None and wraps(t) for t in tensors)
-    return traced and not below and not torch.compiler.is_exporting() and _any_dual(*tensors)
+    return traced and not autograd_is_off() and not torch.compiler.is_exporting() and _any_dual(*tensors)
 
 
 def wraps(tensor: Tensor) -> bool:
@@ -56,7 +54,7 @@ def wraps(tensor: Tensor) -> bool:
 
 
 def _any_dual(*tensors: Tensor | None) -> bool:
-    return any(t is not None and torch._VF._unpack_dual(t, level=0).tangent is not None for t in tensors)
+    return any(t is not None and is_dual(t) for t in tensors)
 
 
 def tangents(*tensors: Tensor | None) -> bool:
@@ -68,6 +66,6 @@ def why_composed(*tensors: Tensor | None) -> str | None:
     """Why a call has to be a composition of PyTorch's operators, which every transform knows; None where it need not."""
     if forward_mode(*tensors):
         return "forward-mode AD is open, which the kernels have no derivative for"
-    if torch._C._functorch.get_interpreter_stack():
+    if transforms():
         return "a torch.func transform is active, which the kernels do not support"
     return None

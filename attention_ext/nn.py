@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ._checks import message
-from ._linear_checks import as_scale
-from ._linear_softmax import call_and_update
+from ._checks import message, shape_of, text
 from ._overrides import handle_torch_function, overridden
+from ._torch_private import module_hooks
+from .linear.checks import as_scale
+from .linear.softmax import call_and_update
 
 __all__ = ["LinearBatchNormSoftmax", "linear_batchnorm_softmax"]
 
@@ -16,8 +17,7 @@ def _check_plain(name: str, module: nn.Module, kind: Any) -> None:
     """Refuses a module whose own forward would do something else: it is never called."""
     if not isinstance(module, kind) or type(module).forward is not kind.forward:
         raise TypeError(message(name, f"an nn.{kind.__name__} or a subclass with the same forward", type(module).__name__))
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(len(registered) > 0 for registered in hooks) or "forward" in module.__dict__:
+    if any(len(registered) > 0 for registered in module_hooks(module)) or "forward" in module.__dict__:
         raise RuntimeError(message(name, "a module without hooks, since its forward is not called", "one with hooks"))
 
 
@@ -93,7 +93,7 @@ class LinearBatchNormSoftmax(nn.Module):
         if not isinstance(scale, nn.Parameter):
             scale = as_scale(scale, linear.weight.dtype, linear.weight.device)
         if tuple(scale.shape) not in ((), (1,), (features,)):
-            raise ValueError(message("scale", f"a number or shape (), (1,) or ({features},)", f"shape {tuple(scale.shape)}"))
+            raise ValueError(message("scale", f"a number or shape (), (1,) or {text([features])}", shape_of(scale)))
         self.linear = linear
         self.bn = bn
         if isinstance(scale, nn.Parameter):

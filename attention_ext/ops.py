@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _routing
-from ._bias import plain_mask
-from ._checks import check_attention, refuse
-from ._linear_softmax import call_and_update
+from ._checks import refuse
 from ._overrides import handle_torch_function, overridden
 from ._transforms import constant
+from .attention import router
+from .attention.bias import plain_mask
+from .linear.softmax import call_and_update
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
 
@@ -145,14 +145,12 @@ def explain(
     enable_gqa: bool = False,
 ) -> Explanation:
     """Which kernel sdpa would run for these arguments, and why. Runs nothing; raises what sdpa would raise."""
-    attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)
-    scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    target, reason = _routing.route(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    call, _ = router.checked(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    target, reason = router.route(call)
     if target != "kernel":
         return Explanation(target, reason, 0, False)
-    if not query.is_cuda:
-        return Explanation("reference", reason, 0, False)
-    return Explanation(*_routing.kernel_plan(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, scores))
+    plan = router.kernel_plan(call)
+    return Explanation(*plan) if query.is_cuda else Explanation(plan[0], reason, *plan[2:])
 
 
 def preferred(

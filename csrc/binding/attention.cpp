@@ -75,7 +75,7 @@ ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key,
 
 std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
                                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
-                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel_name) {
+                                        int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_forward";
   if (!query.defined()) fail(op, "query", "a tensor", "None");
   const int32_t device = query.get_device_index();
@@ -124,9 +124,8 @@ void clear(const char* op, const Tensor& tensor, cudaStream_t stream, int32_t de
 std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
                                                          Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
                                                          OptionalTensor seed, double dropout_p, bool is_causal,
-                                                         std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
-                                                         bool /*deterministic: always*/, bool mask_grad, bool wide_grads,
-                                                         int64_t workspace_bytes, std::string kernel_name) {
+                                                         std::optional<double> scale, bool enable_gqa, bool mask_grad,
+                                                         bool wide_grads, int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_backward";
   if (kernel_name != "auto" && kernel_name != "pipeline")
     fail(op, "kernel_name", "\"auto\" or \"pipeline\"", "\"" + kernel_name + "\"");

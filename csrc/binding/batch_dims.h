@@ -2,6 +2,7 @@
 // torch.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -11,16 +12,17 @@ namespace attention_ext {
 
 // One operand's own batch dims, outermost first, aligned at the innermost; it may have fewer dims than the problem.
 struct BatchOperand {
-  std::vector<int64_t> size;    // per dim 1 (broadcast) or the problem's size; the last one may be the problem's / group
+  std::vector<int64_t>
+      size;  // per dim 1 (broadcast) or the problem's size; the last one may be a divisor of it with enable_gqa
   std::vector<int64_t> stride;  // elements
-  int64_t group;                // query heads per head of this operand along the last dim, else 1
   MatrixView* view;             // gets batch_stride and group
 };
 
 // Fills `batch` and the views. Dims of size 1 vanish; a dim merges into the one inside it where every operand steps
 // through the two as through one. The order of dims, and with it the flat batch index, stays. False: more than
 // kMaxBatchDims remain.
-inline bool merge_batch_dims(const std::vector<int64_t>& sizes, const std::vector<BatchOperand>& operands, BatchDims& batch) {
+inline bool merge_batch_dims(const std::vector<int64_t>& sizes, bool enable_gqa, const std::vector<BatchOperand>& operands,
+                             BatchDims& batch) {
   struct MergedDim {
     int64_t size;
     bool holds_last;              // the problem's last dim is part of it, so operands' groups apply
@@ -30,9 +32,10 @@ inline bool merge_batch_dims(const std::vector<int64_t>& sizes, const std::vecto
     const size_t missing = sizes.size() - operand.size.size();
     return dim < missing || operand.size[dim - missing] == 1 ? 0 : operand.stride[dim - missing];
   };
-  // An operand that has one head reads it whatever the group.
+  // Query heads per head of an operand; one that has a single head reads it whatever the group.
   const auto group_of = [&](const BatchOperand& operand) -> int64_t {
-    return operand.size.empty() || operand.size.back() == 1 ? 1 : operand.group;
+    const bool grouped = enable_gqa && !operand.size.empty() && operand.size.back() > 1;
+    return grouped ? std::max<int64_t>(sizes.back() / operand.size.back(), 1) : 1;
   };
 
   std::vector<MergedDim> merged;  // innermost first

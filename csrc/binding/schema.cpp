@@ -9,6 +9,8 @@
 #include <tuple>
 #include <vector>
 
+#include "binding/batch_dims.h"
+#include "core/tensors.h"
 #include "plan/plan.h"
 
 namespace attention_ext {
@@ -42,6 +44,23 @@ std::tuple<std::string, std::string, int64_t, bool> plan(std::vector<int64_t> si
   return {kernel_name(made.kernel), made.reason, made.workspace_bytes, made.preferred};
 }
 
+// What no kernel takes more of: rows or columns of a matrix, leading dims that do not merge.
+std::tuple<int64_t, int64_t> limits() { return {kMaxRowsAndCols, kMaxBatchDims}; }
+
+// Whether the leading dims of several operands merge to as few as the kernels take. ranks: how many each operand has; own, strides:
+// their sizes and strides, one operand after the other.
+bool batch_dims_merge(std::vector<int64_t> sizes, std::vector<int64_t> ranks, std::vector<int64_t> own,
+                      std::vector<int64_t> strides, bool enable_gqa) {
+  std::vector<MatrixView> views(ranks.size());
+  std::vector<BatchOperand> operands;
+  auto size = own.cbegin(), stride = strides.cbegin();
+  for (size_t i = 0; i < ranks.size(); size += ranks[i], stride += ranks[i], ++i) {
+    operands.push_back({{size, size + ranks[i]}, {stride, stride + ranks[i]}, &views[i]});
+  }
+  BatchDims batch;
+  return merge_batch_dims(sizes, enable_gqa, operands, batch);
+}
+
 }  // namespace
 }  // namespace attention_ext
 
@@ -53,12 +72,12 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "float? scale=None, bool enable_gqa=False) -> Tensor");
   m.def(
       "sdpa_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, "
-      "bool is_causal, *, float? scale=None, bool enable_gqa=False, bool allow_tf32=False, "
+      "bool is_causal, *, float? scale=None, bool enable_gqa=False, "
       "int workspace_bytes=134217728, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
   m.def(
       "sdpa_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
       "Tensor out, Tensor lse, Tensor? seed, float dropout_p, bool is_causal, *, float? scale=None, "
-      "bool enable_gqa=False, bool allow_tf32=False, bool deterministic=False, bool mask_grad=False, bool wide_grads=False, "
+      "bool enable_gqa=False, bool mask_grad=False, bool wide_grads=False, "
       "int workspace_bytes=134217728, str kernel_name=\"auto\") -> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "qk_scores(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, "
@@ -83,6 +102,9 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "-> (str kernel, str reason, int workspace, bool preferred)");
   m.def("linear_plan(Tensor input, Tensor weight, Tensor? bias) -> (str kernel, str reason)");
   m.def("build_info() -> (str, str, int, str)");
+  // Rules of the kernels that the checks in Python ask for, told by sizes and strides alone.
+  m.def("limits() -> (int rows_and_cols, int batch_dims)");
+  m.def("batch_dims_merge(int[] sizes, int[] ranks, int[] own, int[] strides, bool enable_gqa) -> bool");
   m.def(
       "plan(int[] sizes, int element_size, str mask, bool is_causal, bool dropout, int capability, bool tma_operands, "
       "int workspace_bytes) "
@@ -92,6 +114,8 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&attention_ext::build_info));
   m.impl("plan", TORCH_BOX(&attention_ext::plan));
+  m.impl("limits", TORCH_BOX(&attention_ext::limits));
+  m.impl("batch_dims_merge", TORCH_BOX(&attention_ext::batch_dims_merge));
 }
 
 // Importing attention_ext._C runs the registrations above; the module itself is empty.

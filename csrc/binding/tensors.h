@@ -202,10 +202,7 @@ class Views {
     view.row_stride = stride_of(rank - matrix_dims);
     view.col_stride = matrix_dims == 2 ? stride_of(rank - 1) : 0;
     BatchOperand operand = {Sizes(sizes.begin(), sizes.end() - matrix_dims),
-                            Sizes(strides.begin(), strides.end() - matrix_dims), 1, &view};
-    if (enable_gqa_ && !operand.size.empty() && operand.size.back() > 0) {
-      operand.group = std::max<int64_t>(sizes_.back() / operand.size.back(), 1);
-    }
+                            Sizes(strides.begin(), strides.end() - matrix_dims), &view};
     const int64_t element = element_size(type);
     view.vector = view.col_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
     for (size_t dim = 0; dim + 1 < rank; ++dim) view.vector = view.vector && stride_of(dim) * element % 16 == 0;
@@ -213,7 +210,7 @@ class Views {
   }
 
   void finish(BatchDims& batch) const {
-    if (!merge_batch_dims(sizes_, operands_, batch)) {
+    if (!merge_batch_dims(sizes_, enable_gqa_, operands_, batch)) {
       fail(op_, first_, "at most " + std::to_string(kMaxBatchDims) + " leading dims that strides keep apart", text(sizes_));
     }
   }

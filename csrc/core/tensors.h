@@ -12,6 +12,9 @@ namespace attention_ext {
 // parameters.
 constexpr int kMaxBatchDims = 8;
 
+// Rows and columns of a matrix: tiles count them in 32 bits, a tile's own beyond the last one too.
+constexpr int64_t kMaxRowsAndCols = (int64_t{1} << 31) - 1 - 1024;
+
 enum class DataType : int32_t { kHalf, kBFloat16, kFloat, kDouble };
 enum class MaskType : int32_t { kNone, kBool, kSameAsQuery, kFloat };
 

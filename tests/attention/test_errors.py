@@ -27,7 +27,7 @@ OPS = pytest.mark.parametrize("op", [sdpa, sdpa_with_lse, forward], ids=["sdpa",
 def test_refused(device: str, case: str, op) -> None:
     argument, *specs, options = REFUSED[case]
     tensors = [build(spec, device) for spec in specs]
-    refuses(argument, lambda: op(*tensors, **options), WORDS[case][0])
+    refuses(argument, lambda: op(*tensors, **options), WORDS[case])
 
 
 @OPS
@@ -37,17 +37,16 @@ def test_refused_by_the_fake_kernel(device: str, case: str, op) -> None:
     argument, *specs, options = REFUSED[case]
     with FakeTensorMode():
         tensors = [build(spec, device) for spec in specs]
-        refuses(argument, lambda: op(*tensors, **options), WORDS[case][0])
+        refuses(argument, lambda: op(*tensors, **options), WORDS[case])
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_inference_mode(device: str, case: str) -> None:
     """There the kernels are called without the Python in front of them, and check for themselves."""
     argument, *specs, options = REFUSED[case]
-    words = WORDS[case][0] if device == "cpu" else WORDS[case][1] + " (sdpa_forward)"
     with torch.inference_mode():
         tensors = [build(spec, device) for spec in specs]
-        refuses(argument, lambda: forward(*tensors, **options), words)
+        refuses(argument, lambda: forward(*tensors, **options), WORDS[case])
 
 
 @pytest.mark.parametrize("op", [sdpa, sdpa_with_lse], ids=["sdpa", "sdpa_with_lse"])
@@ -58,7 +57,7 @@ def test_refused_where_a_gradient_is_needed(device: str, case: str, op) -> None:
     tensors = [build(spec, device) for spec in specs]
     for tensor in tensors[:3]:
         tensor.requires_grad_()
-    refuses(argument, lambda: op(*tensors, **options), WORDS[name][0])
+    refuses(argument, lambda: op(*tensors, **options), WORDS[name])
 
 
 def test_mask_and_causal_is_refused_when_compiled(device: str) -> None:
@@ -162,72 +161,59 @@ def test_none_for_a_fake_tensor(device: str, argument: str, op) -> None:
         refuses(argument, lambda: op(*named.values()), "a tensor, got None")
 
 
-def both_with_seed(device: str, seed: Tensor | None, words: str, by_kernel: bool = False) -> None:
+def both_with_seed(device: str) -> None:
     q = torch.ones(1, 2, 4, 8, device=device)
-    forward, backward = (q, q, q, None, seed, 0.5, False), (q, None, q, q, q, None, q, q[..., 0], seed, 0.5, False)
-    refuses("seed", lambda: sdpa_forward(*forward), words + " (sdpa_forward)" * by_kernel)
-    refuses("seed", lambda: sdpa_backward(*backward), words + " (sdpa_backward)" * by_kernel)
+    own, other = q.device, "cpu" if device == "cuda" else "meta"
+    want = f"a 1-element int64 tensor on {own}, got shape "
+    for seed, words in (
+        (None, "a 1-element int64 tensor for dropout_p = 0.5, got None"),
+        (torch.zeros(1, device=device), f"{want}(1,), torch.float32 on {own}"),
+        (torch.zeros(2, dtype=torch.int64, device=device), f"{want}(2,), torch.int64 on {own}"),
+        (torch.zeros(0, dtype=torch.int64, device=device), f"{want}(0,), torch.int64 on {own}"),
+        (torch.zeros(1, dtype=torch.int64, device=other), f"{want}(1,), torch.int64 on {other}"),
+    ):
+        for dropout_p in (0.5, 0.0) if seed is not None else (0.5,):
+            forward, backward = (
+                (q, q, q, None, seed, dropout_p, False),
+                (q, None, q, q, q, None, q, q[..., 0], seed, dropout_p, False),
+            )
+            refuses("seed", lambda args=forward: sdpa_forward(*args), words)
+            refuses("seed", lambda args=backward: sdpa_backward(*args), words)
 
 
-def seeds(device: str) -> list[tuple[Tensor | None, str, str]]:
-    """A seed that is refused, what the checks in Python say and what the CUDA kernels do."""
-    own, other = torch.ones(1, device=device).device, "cpu" if device == "cuda" else "meta"
-    want = f"a 1-element int64 tensor on {own}, got "
-    elsewhere = torch.zeros(1, dtype=torch.int64, device=other)
-    return [
-        (None, "a 1-element int64 tensor for dropout_p = 0.5, got None", "a tensor when dropout_p is not 0, got None"),
-        (torch.zeros(1, device=device), f"{want}torch.float32, shape (1) on {own}", "dtype int64, got float32"),
-        (torch.zeros(2, dtype=torch.int64, device=device), f"{want}torch.int64, shape (2) on {own}", "one element, got shape (2,)"),
-        (torch.zeros(0, dtype=torch.int64, device=device), f"{want}torch.int64, shape (0) on {own}", "one element, got shape (0,)"),
-        (elsewhere, f"{want}torch.int64, shape (1) on {other}", "a CUDA tensor, got a tensor on another device"),
-    ]
-
-
-def test_seed_is_needed_for_dropout(device: str) -> None:
-    for seed, words, _ in seeds(device):
-        both_with_seed(device, seed, words)
+@pytest.mark.parametrize("inference", [False, True])
+def test_seed_is_needed_for_dropout(device: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        both_with_seed(device)
 
 
 @pytest.mark.parametrize("device", FAKE_DEVICES)
 def test_seed_is_needed_for_dropout_by_the_fake_kernels(device: str) -> None:
     with FakeTensorMode():
-        for seed, words, _ in seeds(device):
-            both_with_seed(device, seed, words)
+        both_with_seed(device)
 
 
-@pytest.mark.gpu
-def test_seed_is_needed_for_dropout_by_the_kernels() -> None:
-    with torch.inference_mode():
-        for seed, _, words in seeds("cuda"):
-            both_with_seed("cuda", seed, words, by_kernel=True)
-
-
-NAMES = {  # device: what sdpa_forward and sdpa_backward expect, and how they quote
-    "cpu": ("'auto' or 'reference' for CPU tensors", "'auto' or 'reference' for CPU tensors", "'"),
-    "cuda": (
-        '"auto" or one of the kernels "pipeline", "sm90_512", "sm90_1024" and "sm90_pipeline"',
-        '"auto" or "pipeline"',
-        '"',
-    ),
+NAMES = {  # device: what sdpa_forward and sdpa_backward expect
+    "cpu": ('"auto" or "reference" for CPU tensors', '"auto" or "reference" for CPU tensors'),
+    "cuda": ('"auto" or one of the kernels "pipeline", "sm90_512", "sm90_1024" and "sm90_pipeline"', '"auto" or "pipeline"'),
 }
 
 
-def unknown_kernel(device: str, by_kernel: bool = False) -> None:
-    forward_names, backward_names, quote = NAMES[device]
+def unknown_kernel(device: str) -> None:
+    forward_names, backward_names = NAMES[device]
     q = torch.ones(1, 2, 4, 8, device=device)
     for name in ("no such kernel", "", "Auto", "reference" if device == "cuda" else "pipeline"):
-        got = f", got {quote}{name}{quote}"
-        words = forward_names + got + " (sdpa_forward)" * by_kernel
+        words = f'{forward_names}, got "{name}"'
         refuses("kernel_name", lambda name=name: sdpa_forward(q, q, q, None, None, 0.0, False, kernel_name=name), words)
         args = (q, None, q, q, q, None, q, q[..., 0], None, 0.0, False)
-        words = backward_names + got + " (sdpa_backward)" * by_kernel
+        words = f'{backward_names}, got "{name}"'
         refuses("kernel_name", lambda name=name, args=args: sdpa_backward(*args, kernel_name=name), words)
 
 
 @pytest.mark.parametrize("inference", [False, True])
 def test_unknown_kernel(device: str, inference: bool) -> None:
     with torch.inference_mode(inference):
-        unknown_kernel(device, by_kernel=inference and device == "cuda")
+        unknown_kernel(device)
 
 
 @pytest.mark.parametrize("device", FAKE_DEVICES)

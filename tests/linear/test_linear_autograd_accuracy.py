@@ -23,7 +23,7 @@ from linear_reference import (
 )
 from torch import Tensor
 
-from attention_ext import _linear_softmax
+from attention_ext.linear import softmax
 
 pytestmark = pytest.mark.gpu
 SIZE = (640, 1024, 768)  # M, K, F: the products of the backward sum 768 and 640, past what plain cores do
@@ -83,7 +83,7 @@ def check_and_control(dtype: torch.dtype, training: bool, device: str, patch: py
         got = gradients(ours, layer, grad, PRODUCTS)
     assert all(got[name].dtype == dtype for name in PRODUCTS)
     check(got, want, base, factor)
-    patch.setattr(_linear_softmax, "product", lambda *operands: own_product(*(rounded_to_tf32(t) for t in operands)))
+    patch.setattr(softmax, "product", lambda *operands: own_product(*(rounded_to_tf32(t) for t in operands)))
     with pytest.raises(AssertionError, match="error"):
         check(gradients(ours, layer, grad, PRODUCTS), want, base, factor)
 

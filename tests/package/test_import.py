@@ -122,12 +122,12 @@ def test_schemas() -> None:
     with_lse = str(torch.ops.attention_ext.sdpa_with_lse.default._schema).removeprefix("attention_ext::sdpa_with_lse")
     assert with_lse == aten.replace("-> Tensor", "-> (Tensor out, Tensor lse)")
     operands = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, bool is_causal, *, "
-    options = "float? scale=None, bool enable_gqa=False, bool allow_tf32=False, "
+    options = "float? scale=None, bool enable_gqa=False, "
     last = 'int workspace_bytes=134217728, str kernel_name="auto") -> '
     forward = str(torch.ops.attention_ext.sdpa_forward.default._schema)
     assert forward == f"attention_ext::sdpa_forward{operands}{options}{last}(Tensor out, Tensor lse)"
     backward = str(torch.ops.attention_ext.sdpa_backward.default._schema)
     before = operands.replace("(Tensor query", "(Tensor grad_out, Tensor? grad_lse, Tensor query")
     before = before.replace("Tensor? seed", "Tensor out, Tensor lse, Tensor? seed")
-    middle = "bool deterministic=False, bool mask_grad=False, bool wide_grads=False, "
+    middle = "bool mask_grad=False, bool wide_grads=False, "
     assert backward == f"attention_ext::sdpa_backward{before}{options}{middle}{last}(Tensor, Tensor, Tensor, Tensor)"

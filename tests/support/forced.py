@@ -12,7 +12,7 @@ from kernels import KERNELS, Kernel, needs_the_card
 from torch import Tensor
 
 import attention_ext
-from attention_ext._autograd import expand_leading
+from attention_ext.attention.call import AttentionCall
 
 AUTO = {device: Kernel("auto", device, "auto") for device in ("cpu", "cuda")}
 CAP = 128 << 20  # bytes of workspace that sdpa_forward takes at most by default
@@ -22,7 +22,7 @@ def expanded(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False
     """Views with one set of leading dims, as sdpa hands them on; with enable_gqa the heads stay as they are."""
     tail = 3 if enable_gqa else 2
     leading = torch.broadcast_shapes(*(t.shape[:-tail] for t in (query, key, value)))
-    return expand_leading(query, key, value, [*leading, *(0,) * tail], enable_gqa)
+    return AttentionCall(query, key, value, enable_gqa=enable_gqa, scores=(*leading, *(0,) * tail)).expanded()[:3]
 
 
 def needs(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool = False) -> None:

@@ -7,12 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import check_shape, refuse
-from ._overrides import handle_torch_function, overridden
+from .._checks import DTYPES, accumulator, check_shape, refuse, shape_of
+from .._overrides import handle_torch_function, overridden
 
 __all__ = ["merge_partials"]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def _overridable(outs: Any, lses: Any) -> tuple[Any, ...]:
@@ -35,14 +33,14 @@ def _check(outs: list[Tensor], lses: list[Tensor]) -> torch.dtype:
     first = outs[0]
     if len(lses) != len(outs):
         refuse("lses", f"as many tensors as outs, {len(outs)}", len(lses))
-    if first.dtype not in _DTYPES:
+    if first.dtype not in DTYPES:
         refuse("outs[0]", "dtype float16, bfloat16, float32 or float64", first.dtype)
     if first.dim() < 2:
-        refuse("outs[0]", "rank 2 or more", f"shape {tuple(first.shape)} of rank {first.dim()}")
-    acc = torch.float64 if first.dtype == torch.float64 else torch.float32
+        refuse("outs[0]", "rank 2 or more", f"{shape_of(first)} of rank {first.dim()}")
+    acc = accumulator(first.dtype)
     for index, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-        check_shape(f"outs[{index}]", out, list(first.shape), first.dtype, first.device)
-        check_shape(f"lses[{index}]", lse, list(first.shape[:-1]), acc, first.device)
+        check_shape(f"outs[{index}]", out, first.shape, first.dtype, first.device)
+        check_shape(f"lses[{index}]", lse, first.shape[:-1], acc, first.device)
     return acc
 
 

@@ -7,17 +7,18 @@
 All of it in float32 (float64 for float64). The operator changes nothing: who calls it updates the running statistics.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._checks import surely
-from ._dispatch import call_kernel, redispatch, register_kernel_calls
-from ._linear import LINEAR, exactly, log_composed, log_kernel, product
-from ._linear_checks import accumulator, as_scale, check_linear_batchnorm_softmax
-from ._reference import below_autocast
-from ._transforms import AUTOCAST, castable, constant, why_composed
+from .._checks import accumulator, surely
+from .._dispatch import call_kernel, redispatch, register_operator
+from .._torch_private import softmax_backward, torch_linear
+from .._transforms import below_autocast, castable, constant, why_composed
+from .checks import as_scale, check_linear_batchnorm_softmax
+from .product import exactly, log_composed, log_kernel, product
 
 __all__ = ["call_and_update", "register"]
 
@@ -41,7 +42,7 @@ def _composed(
     """The operator out of PyTorch's, which every transform can differentiate and map."""
     check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
     acc = accumulator(input.dtype)
-    linear = exactly(LINEAR, input.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
+    linear = exactly(torch_linear, input.to(acc), weight.to(acc), None if bias is None else bias.to(acc))
     if not training and running_mean is not None and running_var is not None:
         mean, var = (t.detach().to(acc, copy=True, memory_format=torch.contiguous_format) for t in (running_mean, running_var))
     elif surely(linear.size(0) == 0):  # var_mean would warn
@@ -108,7 +109,7 @@ class LinearBatchNormSoftmax(torch.autograd.Function):
             normalised, wide_scale = _normalised(linear, mean, var, ctx.eps), scale.to(acc)
             x = _affine(normalised, bn_weight, bn_bias)
             weights = torch.softmax(x * wide_scale, -1)
-            grad = torch._softmax_backward_data(grad_out.to(acc), weights, -1, acc)
+            grad = softmax_backward(grad_out.to(acc), weights, -1, acc)
             if needs[7]:
                 grad_scale = _sum_to(grad * x, scale)
             grad = grad * wide_scale
@@ -140,7 +141,7 @@ def _autograd(keyset: Any, *args: Any) -> _Four:
         log_composed("linear_batchnorm_softmax", args[0], reason)
         return _composed(*args)
     check_linear_batchnorm_softmax(*args)
-    log_kernel("linear_batchnorm_softmax", *args[:3])
+    log_kernel("linear_batchnorm_softmax", *args)
     differentiable = (*args[:5], args[7])
     out: _Four
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
@@ -166,7 +167,7 @@ def _autocast(device_type: str) -> Any:
         def widen(t: Tensor | None) -> Tensor | None:
             return t.float() if t is not None and castable(t, device_type) else t
 
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST[device_type]):
+        with below_autocast(device_type):
             out, mean, var, linear = _OPERATOR(
                 lower(input), lower(weight), lower(bias), widen(bn_weight), widen(bn_bias), widen(running_mean),
                 widen(running_var), widen(scale), training, eps,
@@ -219,10 +220,7 @@ def call_and_update(
 def register(library: torch.library.Library) -> None:
     """Registers everything about linear_batchnorm_softmax that is not a CUDA kernel."""
     name = "linear_batchnorm_softmax"
-    register_kernel_calls(library, _OPERATOR)
-    library.impl(name, _cpu, "CPU")
-    library.impl(name, _autograd, "Autograd", with_keyset=True)
+    register_operator(library, name, _cpu, _autograd, _fake, partial(log_kernel, name))
     library.impl(name, _autocast("cpu"), "AutocastCPU")
     library.impl(name, _autocast("cuda"), "AutocastCUDA")
-    torch.library.register_fake(f"attention_ext::{name}", _fake, lib=library)
     library.impl(name, _batched, "FuncTorchBatched")

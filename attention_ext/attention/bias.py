@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._checks import has_meaning_of_its_own, refuse
+from .._checks import refuse, text
+from .._torch_private import plain_torch_function
+from .checks import has_meaning_of_its_own
 
 __all__ = ["plain_mask", "plain_result"]
 
@@ -32,7 +34,7 @@ def plain_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool)
     rows, columns = mask.seq_len_q, mask.seq_len_kv
     L, S = query.size(-2), key.size(-2)
     if (rows, columns) != (L, S):
-        refuse("attn_mask", f"a {type(mask).__name__} of the sizes (L, S) = ({L}, {S})", f"({rows}, {columns})")
+        refuse("attn_mask", f"a {type(mask).__name__} of the sizes (L, S) = {text((L, S))}", text((rows, columns)))
     if variant == CausalVariant.UPPER_LEFT or rows == columns:
         return None, True
     ones = torch.ones(rows, columns, dtype=torch.bool, device=query.device)
@@ -42,7 +44,7 @@ def plain_mask(mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool)
 class _PlainResult(Tensor):
     """What an operator returns for such a mask: Tensor.__torch_function__ would cast the result to the class of the mask."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = plain_torch_function
 
     def as_subclass(self, cls: Any) -> Any:
         return Tensor.as_subclass(self, Tensor)

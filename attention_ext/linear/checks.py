@@ -1,23 +1,15 @@
 """What the linear operators accept; the kernels on the CPU, the fake ones and autograd call the same functions.
 
-Messages and errors are those of _checks: a RuntimeError that names the argument, what was expected and what came. One row for batch
-statistics and an eps that is no such thing are a ValueError, as in PyTorch.
+All refusals are RuntimeError, but for one row for batch statistics and an eps that is no such thing: ValueError, as in PyTorch.
 """
 
 import torch
 from torch import Tensor
 
-from ._checks import check_dense, check_shape, message, refuse, shape_of, surely
-from ._libraries import check_cuda_library
+from .._checks import DTYPES, accumulator, check_dense, check_shape, message, refuse, refuse_unless, shape_of, surely, text
+from .._libraries import check_cuda_library
 
-__all__ = ["accumulator", "as_scale", "check_linear_batchnorm_softmax", "check_linear_float32"]
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What sums and statistics are kept in: float64 for float64, float32 for all others."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+__all__ = ["as_scale", "check_linear_batchnorm_softmax", "check_linear_float32"]
 
 
 def as_scale(scale: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -47,14 +39,10 @@ def _check_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         refuse("weight", f"the input's device {input.device}", weight.device)
     if weight.dim() != 2:
         refuse("weight", "a matrix (features, K)", f"{shape_of(weight)} of rank {weight.dim()}")
-    columns = input.size(-1)
-    if not surely(weight.size(1) == columns):
-        torch._check(
-            weight.size(1) == columns,
-            lambda: message("weight", f"a matrix of as many columns as the input's K = {columns}", shape_of(weight)),
-        )
+    K = input.size(-1)
+    if not surely(weight.size(1) == K):
+        refuse_unless(weight.size(1) == K, "weight", f"a matrix of as many columns as the input's K = {K}", weight)
     if bias is not None:
-        check_dense("bias", bias)
         check_shape("bias", bias, [weight.size(0)], input.dtype, input.device)
 
 
@@ -79,11 +67,9 @@ def _check_feature(name: str, tensor: Tensor, input: Tensor, shape: list[int]) -
 
 def _check_scale(scale: Tensor, input: Tensor, features: int) -> None:
     check_dense("scale", scale)
-    want = f"shape (), (1,) or ({features},)"
-    if scale.dim() > 1:
-        refuse("scale", want, shape_of(scale))
-    if scale.dim() == 1 and not surely(scale.size(0) == 1):
-        torch._check(scale.size(0) == features, lambda: message("scale", want, shape_of(scale)))
+    fits = scale.dim() == 0 or (scale.dim() == 1 and (surely(scale.size(0) == 1) or scale.size(0) == features))
+    if not surely(fits):
+        refuse_unless(fits, "scale", f"shape (), (1,) or {text([features])}", scale)
     _check_feature("scale", scale, input, list(scale.shape))
 
 
@@ -101,7 +87,7 @@ def check_linear_batchnorm_softmax(
 ) -> None:
     """Refuses what linear_batchnorm_softmax is not defined for."""
     check_dense("input", input)
-    if input.dtype not in _DTYPES:
+    if input.dtype not in DTYPES:
         refuse("input", "dtype float16, bfloat16, float32 or float64", input.dtype)
     if input.dim() != 2:
         refuse("input", "a matrix (rows, K)", f"{shape_of(input)} of rank {input.dim()}")

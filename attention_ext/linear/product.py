@@ -5,21 +5,21 @@ it can be differentiated any number of times.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._dispatch import call_kernel, redispatch, register_kernel_calls
-from ._linear_checks import check_linear_float32
-from ._log import log_call, log_wanted
-from ._reference import below_autocast
-from ._transforms import AUTOCAST, castable, why_composed, wraps
+from .._dispatch import call_kernel, redispatch, register_operator
+from .._log import log_call, log_wanted
+from .._torch_private import torch_linear
+from .._transforms import below_autocast, castable, why_composed, wraps
+from .checks import check_linear_float32
 
-__all__ = ["LINEAR", "exactly", "log_composed", "log_kernel", "product", "register"]
+__all__ = ["exactly", "log_composed", "log_kernel", "product", "register"]
 
 _MKLDNN: Any = torch.backends.mkldnn  # its attribute matmul is made at run time
-LINEAR = torch._C._nn.linear  # not torch.nn.functional's at the time of a call: linear_float32 may have been put in its place
 _OPERATOR = torch.ops.attention_ext.linear_float32.default
 
 
@@ -37,7 +37,7 @@ def exactly(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """left @ right.T of float32 matrices by linear_float32, of float64 ones by PyTorch."""
-    out: Tensor = _OPERATOR(left, right) if left.dtype == torch.float32 else LINEAR(left, right)
+    out: Tensor = _OPERATOR(left, right) if left.dtype == torch.float32 else torch_linear(left, right)
     return out
 
 
@@ -45,7 +45,7 @@ def log_composed(operator: str, input: Tensor, reason: str) -> None:
     log_call(operator, input, "torch", reason)
 
 
-def log_kernel(operator: str, input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def log_kernel(operator: str, input: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> None:
     """The log of a call that a kernel serves, PyTorch's or this package's."""
     if not log_wanted():
         return
@@ -60,7 +60,7 @@ def log_kernel(operator: str, input: Tensor, weight: Tensor, bias: Tensor | None
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     check_linear_float32(input, weight, bias)
     with below_autocast():
-        return exactly(LINEAR, input, weight, bias).contiguous()
+        return exactly(torch_linear, input, weight, bias).contiguous()
 
 
 def _fake(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -101,7 +101,7 @@ def _autograd(keyset: Any, input: Tensor, weight: Tensor, bias: Tensor | None = 
     check_linear_float32(input, weight, bias)
     if reason := why_composed(input, weight, bias):
         log_composed("linear_float32", input, reason)
-        return exactly(LINEAR, input, weight, bias)
+        return exactly(torch_linear, input, weight, bias)
     log_kernel("linear_float32", input, weight, bias)
     out: Tensor
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (input, weight, bias)):
@@ -118,7 +118,7 @@ def _autocast(device_type: str) -> Any:
         def widen(t: Tensor | None) -> Tensor | None:
             return t.float() if t is not None and castable(t, device_type) else t
 
-        with torch._C._ExcludeDispatchKeyGuard(AUTOCAST[device_type]):
+        with below_autocast(device_type):
             return _OPERATOR(widen(input), widen(weight), widen(bias))
 
     return cast
@@ -144,10 +144,7 @@ def _vmap(info: Any, in_dims: Any, input: Tensor, weight: Tensor, bias: Tensor |
 
 def register(library: torch.library.Library) -> None:
     """Registers everything about linear_float32 that is not a CUDA kernel."""
-    register_kernel_calls(library, _OPERATOR)
-    library.impl("linear_float32", _cpu, "CPU")
-    library.impl("linear_float32", _autograd, "Autograd", with_keyset=True)
+    register_operator(library, "linear_float32", _cpu, _autograd, _fake, partial(log_kernel, "linear_float32"))
     library.impl("linear_float32", _autocast("cpu"), "AutocastCPU")
     library.impl("linear_float32", _autocast("cuda"), "AutocastCUDA")
-    torch.library.register_fake("attention_ext::linear_float32", _fake, lib=library)
     torch.library.register_vmap("attention_ext::linear_float32", _vmap, lib=library)

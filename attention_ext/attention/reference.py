@@ -8,36 +8,17 @@ key head are laid side by side as rows of one product, so that K and V are never
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._checks import surely
+from .._checks import accumulator
+from .call import AttentionCall
+from .layout import empty_grads, empty_results
 
-__all__ = ["Problem", "backward", "below_autocast", "forward", "keep_mask", "like_order", "output_like"]
+__all__ = ["Problem", "backward", "forward", "keep_mask", "softmax_parts"]
 
 _M32 = 0xFFFFFFFF
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
-
-
-def below_autocast() -> Any:
-    """Inside, products keep the dtype that this file computes in, also in a backward pass within an autocast region."""
-    return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
-
-
-def like_order(like: Tensor, shape: list[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Empty (..., H, L, E), in memory as (..., L, H, E) if `like` lies so, else contiguous: the layout rule of all outputs."""
-    if like.dim() >= 3 and surely(like.stride(-3) < like.stride(-2)):
-        *leading, heads, length, width = shape
-        return like.new_empty([*leading, length, heads, width], dtype=dtype).transpose(-3, -2)
-    return like.new_empty(shape, dtype=dtype)
-
-
-def output_like(query: Tensor, value: Tensor, scores: list[int]) -> tuple[Tensor, Tensor]:
-    """The empty output (..., Hq, L, Ev) and log-sum-exp (..., Hq, L) of a problem whose scores are (..., Hq, L, S)."""
-    lse_dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return like_order(query, [*scores[:-1], value.size(-1)]), query.new_empty(scores[:-1], dtype=lse_dtype)
 
 
 def _philox(seed: int, counter: list[Tensor]) -> list[Tensor]:
@@ -67,34 +48,20 @@ def keep_mask(seed: int, dropout_p: float, batches: int, rows: range, keys: int)
 class Problem:
     """One problem, seen as rows of (Hk, G * rows) beside keys of (Hk, S), in blocks of query rows."""
 
-    def __init__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        seed: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None,
-        scores: list[int],
-        workspace_bytes: int,
-    ) -> None:
-        self.acc = torch.float64 if query.dtype == torch.float64 else torch.float32
-        *leading, self.L, self.S = scores
+    def __init__(self, call: AttentionCall) -> None:
+        query, key, value, self.mask, seed, self.dropout_p, self.is_causal, *_ = call
+        self.acc = accumulator(query.dtype)
+        *leading, self.L, self.S = call.scores
         self.leading = leading
         tail = 1 if leading else 0  # rank 2 has no head dim
         batch = leading[: len(leading) - tail]
         self.query = query.expand(*leading, *query.shape[-2:]).to(self.acc)
-        self.key = key.expand(*batch, *key.shape[key.dim() - 2 - tail :]).to(self.acc)
-        self.value = value.expand(*batch, *value.shape[value.dim() - 2 - tail :]).to(self.acc)
-        self.mask, self.dropout_p, self.is_causal = mask, dropout_p, is_causal
-        self.seed = int(seed) if seed is not None and dropout_p > 0.0 else 0
-        width = query.size(-1)
-        self.scale = scale if scale is not None else (1.0 / math.sqrt(width) if width else 1.0)
+        self.key, self.value = (t.expand(*batch, *t.shape[t.dim() - 2 - tail :]).to(self.acc) for t in (key, value))
+        self.seed = int(seed) if seed is not None and self.dropout_p > 0.0 else 0
+        self.scale = call.factor
         self.batches = math.prod(leading)
         per_row = max(1, self.batches * self.S) * self.key.element_size()
-        self.step = max(1, min(self.L, workspace_bytes // per_row))
+        self.step = max(1, min(self.L, call.workspace_bytes // per_row))
 
     def __iter__(self) -> Iterator[range]:
         for start in range(0, self.L, self.step):
@@ -135,30 +102,24 @@ class Problem:
         return keep.to(self.acc) * (1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0)
 
 
-def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
-    """softmax over the last dim, 0 in rows of -inf, and the log-sum-exp."""
+def softmax_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(x - the row's maximum), its sum over the last dim and the log-sum-exp; 0, 0 and -inf in rows of -inf."""
     top = x.amax(-1, keepdim=True) if x.size(-1) else x.new_full((*x.shape[:-1], 1), -math.inf)
     top = top.masked_fill(top == -math.inf, 0.0)
     weights = torch.exp(x - top)
-    total = weights.sum(-1, keepdim=True)
-    return weights / total.masked_fill(total == 0.0, 1.0), (total.log() + top).squeeze(-1)
+    total = weights.sum(-1)
+    return weights, total, total.log() + top.squeeze(-1)
 
 
-def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    scores: list[int],
-    workspace_bytes: int,
-) -> tuple[Tensor, Tensor]:
-    """out (..., Hq, L, Ev) in the query's dtype and lse (..., Hq, L); scores is the shape (..., Hq, L, S)."""
-    out, lse = output_like(query, value, scores)
-    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+def _softmax(x: Tensor) -> tuple[Tensor, Tensor]:
+    weights, total, lse = softmax_parts(x)
+    return weights / total.masked_fill(total == 0.0, 1.0).unsqueeze(-1), lse
+
+
+def forward(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """out (..., Hq, L, Ev) in the query's dtype and lse (..., Hq, L)."""
+    out, lse = empty_results(call)
+    blocks = Problem(call)
     for rows in blocks:
         weights, row_lse = _softmax(blocks.scores(rows))
         kept = blocks.kept(rows)
@@ -169,31 +130,15 @@ def forward(
 
 
 def backward(
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    seed: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    scores: list[int],
-    mask_grad: bool,
-    wide_grads: bool,
-    workspace_bytes: int,
+    call: AttentionCall, grad_out: Tensor, grad_lse: Tensor | None, mask_grad: bool, wide_grads: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and (if mask_grad) mask, with P recomputed block by block.
-
-    wide_grads: those of query, key and value come as they are summed, in float32 (float64 for float64).
-    """
-    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    """The gradients of query, key, value and (if mask_grad) mask, with P recomputed block by block."""
+    _, key, value, mask = call.differentiable
+    grads = empty_grads(call, mask_grad, wide_grads)
+    blocks = Problem(call)
     acc = blocks.acc
-    d_query, out_key, out_value = (like_order(t, list(t.shape), acc if wide_grads else None) for t in (query, key, value))
     d_key, d_value = (torch.zeros_like(t, dtype=acc, memory_format=torch.contiguous_format) for t in (key, value))
-    with_mask = mask is not None and mask_grad
-    d_mask = torch.zeros(mask.shape, dtype=acc) if mask is not None and with_mask else query.new_empty(0)
+    d_mask = torch.zeros(grads[3].shape, dtype=acc)
     for rows in blocks:
         part = slice(rows.start, rows.stop)
         g = grad_out[..., part, :].to(acc)
@@ -205,11 +150,10 @@ def backward(
         if grad_lse is not None:
             delta = delta - grad_lse[..., part, None]
         d_scores = (weights * (d_weights - delta)).masked_fill(weights == 0.0, 0.0)  # whatever the gradients of a dead row are
-        d_query[..., part, :] = blocks.product(d_scores, blocks.key) * blocks.scale
+        grads[0][..., part, :] = blocks.product(d_scores, blocks.key) * blocks.scale
         d_key += blocks.product_over_rows(d_scores, blocks.query[..., part, :], key) * blocks.scale
         d_value += blocks.product_over_rows(weights if kept is None else weights * kept, g, value)
-        if mask is not None and with_mask:
+        if mask is not None and mask_grad:
             target = d_mask if mask.size(-2) == 1 else d_mask[..., part, :]
             target += d_scores.sum_to_size(target.shape)
-    grad_mask = like_order(mask, list(mask.shape)).copy_(d_mask) if mask is not None and with_mask else d_mask
-    return d_query, out_key.copy_(d_key), out_value.copy_(d_value), grad_mask
+    return grads[0], grads[1].copy_(d_key), grads[2].copy_(d_value), grads[3].copy_(d_mask)

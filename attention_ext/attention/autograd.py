@@ -1,0 +1,101 @@
+"""The gradient of attention: autograd.Functions over the operators sdpa_forward and sdpa_backward."""
+
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._dispatch import call_kernel, redispatch
+from .._log import log_call
+from .call import AttentionCall
+from .limits import backward_kernel_name
+
+__all__ = ["Attention", "AttentionGrad", "attend", "log_backward"]
+
+_FORWARD, _BACKWARD = torch.ops.attention_ext.sdpa_forward.default, torch.ops.attention_ext.sdpa_backward.default
+
+
+class Attention(torch.autograd.Function):
+    """sdpa_forward with a gradient, of the fields of an AttentionCall. Leading dims broadcast here, so that the parts of a
+    broadcast operand's gradient are summed before they are rounded to a half type."""
+
+    @staticmethod
+    def forward(*fields: Any) -> tuple[Tensor, Tensor]:
+        call = AttentionCall(*fields).expanded()
+        out, lse = call_kernel(_FORWARD, *call[:7], **call.options)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.rest = inputs[5:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*inputs[:5], *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        given = AttentionCall(*tensors, *ctx.rest)
+        if grad_out is None and grad_lse is None:
+            return (None,) * len(given)
+        call = given.expanded()
+        summed = call.query.dtype.itemsize == 2 and any(t is not full for t, full in zip(given[:3], call[:3], strict=True))
+        options = call.options | {"kernel_name": backward_kernel_name(call.kernel_name)}
+        log_backward(call.query, options["kernel_name"])
+        backward: Any = _BACKWARD
+        if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):  # spare the host what only a second derivative needs
+            backward = partial(call_kernel, backward)
+        grads = backward(
+            torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, *call[:4], out, lse, *call[4:7],
+            mask_grad=ctx.needs_input_grad[3], wide_grads=summed, **options,
+        )  # fmt: skip
+        grads = [*(_sum_to(grad, t) for grad, t in zip(grads, given[:3], strict=False)), grads[3]]
+        wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        return (*wanted, *(None,) * (len(given) - len(grads)))
+
+
+class AttentionGrad(torch.autograd.Function):
+    """sdpa_backward where its results could be differentiated again."""
+
+    @staticmethod
+    def forward(options: dict[str, Any], *arguments: Any) -> tuple[Tensor, ...]:
+        grads: tuple[Tensor, ...] = call_kernel(_BACKWARD, *arguments, **options)
+        return grads
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> NoReturn:
+        raise RuntimeError(
+            "attention_ext: double backward through sdpa is not supported; use torch.nn.functional.scaled_dot_product_attention "
+            "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
+        )
+
+
+def _sum_to(grad: Tensor, operand: Tensor) -> Tensor:
+    """The gradient of an operand from that of its expanded view."""
+    if grad.shape != operand.shape:
+        grad = grad.sum_to_size(operand.shape)
+    return grad.to(operand.dtype)
+
+
+def log_backward(query: Tensor, kernel_name: str) -> None:
+    reason = "it is the only kernel with a gradient" if kernel_name == "auto" else "kernel_name asked for it"
+    log_call("sdpa_backward", query, "pipeline" if query.is_cuda else "reference", reason)
+
+
+def attend(keyset: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call without a seed through this package's kernels; draws the seed of dropout on the device. The keyset is
+    that of the router."""
+    if call.dropout_p > 0.0:
+        # Like the query, so that next to DTensors it is a replicated one, the same on all ranks as every random DTensor is.
+        seed = torch.randint_like(call.query.new_empty(1, dtype=torch.int64), -(2**63), 2**63 - 1)
+        call = call._replace(seed=seed)
+    if call.needs_grad() or torch.compiler.is_compiling():
+        out, lse = Attention.apply(*call)
+    else:  # the same without what a gradient costs the host
+        call = call.expanded()
+        out, lse = redispatch(_FORWARD, keyset, *call[:7], **call.options)
+    return out, lse

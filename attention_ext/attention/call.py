@@ -1,0 +1,72 @@
+"""One call of attention as one object: made once from the arguments of an operator, checked, and passed on."""
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionCall"]
+
+
+class AttentionCall(NamedTuple):
+    """The arguments of sdpa_forward in the order of its schema and with its defaults, and what the checks have found.
+
+    A tuple, so that autograd.Function gets its fields one by one and knows the tensors among them. A new option is a field after
+    is_causal, an argument of the schemas, and a field of the kernels' params.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    seed: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    workspace_bytes: int = 134217728
+    kernel_name: str = "auto"
+    scores: tuple[int, ...] = ()  # the sizes (..., Hq, L, S) of the scores, all operands broadcast; check_attention fills them in
+
+    @classmethod
+    def of_router(
+        cls, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *flags: Any, **options: Any
+    ) -> "AttentionCall":
+        """From the arguments of sdpa and sdpa_with_lse, which draw the seed themselves."""
+        return cls(query, key, value, attn_mask, None, *flags, **options)
+
+    def through(self, operator: Any) -> Any:
+        """What sdpa, or another operator of its signature, gives for this call."""
+        return operator(*self[:4], *self[5:7], scale=self.scale, enable_gqa=self.enable_gqa)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """By name what the schemas take by name alone."""
+        return dict(zip(_OPTIONS, self[7:-1], strict=True))
+
+    @property
+    def differentiable(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return self[:4]
+
+    @property
+    def factor(self) -> float:
+        """What Q K^T is multiplied by: the scale, 1 / sqrt(E) by default."""
+        width = self.query.size(-1)
+        return self.scale if self.scale is not None else 1.0 / math.sqrt(width) if width else 1.0
+
+    def needs_grad(self) -> bool:
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self[:4])
+
+    def with_scores(self, scores: tuple[int, ...]) -> "AttentionCall":
+        return AttentionCall(*self[:-1], scores)
+
+    def expanded(self) -> "AttentionCall":
+        """With views of the operands that have the leading dims of the scores; grouped heads stay as they are."""
+        tail = 3 if self.enable_gqa else 2
+        leading = self.scores[:-tail]
+        query, key, value = (t if t.shape[:-tail] == leading else t.expand(*leading, *t.shape[-tail:]) for t in self[:3])
+        return AttentionCall(query, key, value, *self[3:])
+
+
+_OPTIONS = AttentionCall._fields[7:-1]

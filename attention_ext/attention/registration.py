@@ -1,0 +1,148 @@
+"""Registers all of the operators that is not a kernel: router, fake kernels, CPU path, autograd, autocast, vmap."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._checks import refuse
+from .._dispatch import redispatch, register_operator
+from .._transforms import below_autocast, castable, tangents
+from . import reference, router
+from .autograd import Attention, AttentionGrad, log_backward
+from .bias import plain_mask, plain_result
+from .call import AttentionCall
+from .checks import check_attention, check_backward, check_forward
+from .layout import empty_grads, empty_results
+
+__all__ = ["register"]
+
+_FORWARD, _BACKWARD = torch.ops.attention_ext.sdpa_forward.default, torch.ops.attention_ext.sdpa_backward.default
+_WITH_LSE = (  # the router of a kernel that C++ declares, so it needs no declaration there
+    "sdpa_with_lse(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
+    "*, float? scale=None, bool enable_gqa=False) -> (Tensor out, Tensor lse)"
+)
+
+
+def _forward_cpu(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    call = check_forward(AttentionCall(*arguments, **options))
+    with below_autocast():
+        return reference.forward(call)
+
+
+def _forward_fake(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return empty_results(check_forward(AttentionCall(*arguments, **options)))
+
+
+def _forward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    call = check_forward(AttentionCall(*arguments, **options))
+    if tangents(*call.differentiable):
+        raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
+    router.log_kernel("sdpa_forward", call)
+    out, lse = Attention.apply(*call) if call.needs_grad() else redispatch(_FORWARD, keyset, *arguments, **options)
+    return out, lse
+
+
+def _log_forward(*arguments: Any, **options: Any) -> None:
+    router.log_kernel("sdpa_forward", check_attention(AttentionCall(*arguments, **options)))
+
+
+def _check_backward(
+    grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
+    out: Tensor, lse: Tensor, *rest: Any, mask_grad: bool = False, wide_grads: bool = False, **options: Any,
+) -> tuple[AttentionCall, tuple[Any, ...]]:  # fmt: skip
+    """The call of sdpa_forward that this is the backward of, and what else reference.backward takes."""
+    call = AttentionCall(query, key, value, attn_mask, *rest, **options)
+    return check_backward(call, grad_out, grad_lse, out, lse, mask_grad), (grad_out, grad_lse, mask_grad, wide_grads)
+
+
+def _backward_cpu(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    call, own = _check_backward(*arguments, **options)
+    with below_autocast():
+        return reference.backward(call, *own)
+
+
+def _backward_fake(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    call, (_, _, mask_grad, wide_grads) = _check_backward(*arguments, **options)
+    return empty_grads(call, mask_grad, wide_grads)
+
+
+def _log_backward(*arguments: Any, **options: Any) -> None:
+    log_backward(arguments[2], options.get("kernel_name", "auto"))
+
+
+def _backward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
+    _check_backward(*arguments, **options)
+    _log_backward(*arguments, **options)
+    grads: tuple[Tensor, ...]
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
+        grads = AttentionGrad.apply(options, *arguments)
+    else:
+        grads = redispatch(_BACKWARD, keyset, *arguments, **options)
+    return grads
+
+
+def _autocast(operator: Any, device_type: str) -> Any:
+    """Attention inside an autocast region: operands in the region's dtype, as PyTorch's; a float32 mask keeps its precision."""
+
+    def cast(*arguments: Any, **options: Any) -> Any:
+        call = AttentionCall.of_router(*arguments, **options)
+        dtype = torch.get_autocast_dtype(device_type)
+
+        def lower(t: Tensor) -> Tensor:
+            return t.to(dtype) if castable(t, device_type) else t
+
+        mask, is_causal = plain_mask(call.attn_mask, call.query, call.key, call.is_causal)
+        given = mask is call.attn_mask
+        with below_autocast(device_type):
+            mask = mask if mask is None or mask.dtype == torch.float32 else lower(mask)
+            operands: dict[str, Any] = {"query": lower(call.query), "key": lower(call.key), "value": lower(call.value)}
+            out = call._replace(**operands, attn_mask=mask, is_causal=is_causal).through(operator)
+        return out if given else plain_result(out) if isinstance(out, Tensor) else tuple(map(plain_result, out))
+
+    return cast
+
+
+def _vmap(operator: Any) -> Any:
+    """The mapped dim becomes the first leading dim; operands of lower rank get 1s after it, so that the others still align."""
+
+    def rule(info: Any, in_dims: Any, *arguments: Any, **options: Any) -> tuple[Any, Any]:
+        call = AttentionCall.of_router(*arguments, **options)
+        tensors, dims = call.differentiable, (*in_dims, None)[:4]  # in_dims leaves out a mask that was not given
+        for mode in ("error", "same"):
+            if call.dropout_p > 0.0 and info.randomness == mode:
+                refuse("dropout_p", f"0 under vmap with randomness={mode!r}", call.dropout_p)
+        least = 3 if call.enable_gqa else 2
+        ranks = [0 if t is None else t.dim() - (d is not None) for t, d in zip(tensors, dims, strict=True)]
+        for name, of in zip(("query", "key", "value"), ranks, strict=False):
+            if of < least:
+                refuse(name, f"rank {least} or more", f"rank {of} under vmap")
+        rank = max(ranks[:3])
+        if call.attn_mask is not None and not 2 <= ranks[3] <= rank:
+            refuse("attn_mask", f"rank 2 to {rank}", f"rank {ranks[3]} under vmap")
+
+        def align(t: Tensor | None, dim: int | None) -> Tensor | None:
+            if t is None or dim is None:
+                return t
+            t = t.movedim(dim, 0)
+            return t.reshape(t.size(0), *(1,) * (rank - t.dim() + 1), *t.shape[1:])
+
+        aligned: dict[str, Any] = {name: align(*pair) for name, *pair in zip(call._fields, tensors, dims, strict=False)}
+        if all(d is None for d in dims[:3]):  # the mask alone is mapped, and must not have more dims than the scores
+            aligned["query"] = call.query.expand(info.batch_size, *(1,) * (rank - call.query.dim()), *call.query.shape)
+        out = call._replace(**aligned).through(operator)
+        return out, 0 if isinstance(out, Tensor) else (0,) * len(out)
+
+    return rule
+
+
+def register(library: torch.library.Library) -> None:
+    library.define(_WITH_LSE)
+    for name, body in (("sdpa", router.sdpa), ("sdpa_with_lse", router.sdpa_with_lse)):
+        operator = getattr(torch.ops.attention_ext, name).default
+        library.impl(name, body, "CompositeImplicitAutograd", with_keyset=True)
+        library.impl(name, _autocast(operator, "cpu"), "AutocastCPU")
+        library.impl(name, _autocast(operator, "cuda"), "AutocastCUDA")
+        torch.library.register_vmap(f"attention_ext::{name}", _vmap(operator), lib=library)
+    register_operator(library, "sdpa_forward", _forward_cpu, _forward_autograd, _forward_fake, _log_forward)
+    register_operator(library, "sdpa_backward", _backward_cpu, _backward_autograd, _backward_fake, _log_backward)
