@@ -21,9 +21,9 @@ WIDTH = 132
 
 
 def records() -> dict[Path, dict[str, Any]]:
-    """Of the CPU and of every card."""
+    """Of the CPU and of every card; not an outcome of two cards alone, nor other measurements."""
     found = {path: json.loads(path.read_text()) for path in sorted((ROOT / "bench" / "results").glob("*.json"))}
-    return {path: record for path, record in found.items() if record.keys() != {"two_cards"}}
+    return {path: record for path, record in found.items() if path.stem == "cpu" or "forward" in record}
 
 
 def newest_sound(found: dict[Path, dict[str, Any]]) -> Path:
