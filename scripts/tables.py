@@ -235,9 +235,9 @@ def chart_text(record: dict[str, Any]) -> list[str]:
     for faster in (True, False):
         found = {point.head_dim: point.ours / point.torch for point in points(record) if (point.ours > point.torch) == faster}
         if found:
-            ratios = f"{min(found.values()):.2f} to {max(found.values()):.2f}"
-            halves.append(f"{ratios} times as fast at head dims {', '.join(map(str, found))}")
-    text = f"On one {record['card']} the forward is, next to PyTorch's default, {'; '.join(halves)}."
+            ratios = f"{min(found.values()):.2f} to {max(found.values()):.2f} times as fast as PyTorch's default"
+            halves.append(f"{ratios} at head dims {', '.join(map(str, found))}")
+    text = f"On one {record['card']} the forward is {', and '.join(halves)}."
     return [f"![TFLOP/s of the forward by head dim: ours, PyTorch's default, three calls]({CHART})", "", text]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -53,6 +54,12 @@ def test_every_page_is_in_the_index(page: Path) -> None:
     index = ROOT / "docs" / "index.md"
     targets = {(index.parent / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)]+)\)", index.read_text())}
     assert page in targets | {index}
+
+
+def test_every_kernel_of_a_record_has_its_page() -> None:
+    records = [json.loads(path.read_text()) for path in (ROOT / "bench" / "results").glob("*.json")]
+    kernels = {case["kernel"] for record in records for case in record.get("forward", {}).values()}
+    assert kernels and kernels <= {page.stem for page in (ROOT / "docs" / "kernels").glob("*.md")}
 
 
 def test_pages_that_sources_name() -> None:
