@@ -105,7 +105,7 @@ def stages_table(record: dict[str, Any]) -> list[str]:
             "",
             *table(f"workspace, MiB | {' | '.join(series)}", [[f"{case} by `pipeline`, ms", *map(short, series.values())]]),
         ]
-    return lines
+    return lines[1:]
 
 
 def backward_table(record: dict[str, Any]) -> list[str]:
@@ -197,7 +197,7 @@ def shapes_table(record: dict[str, Any]) -> list[str]:
                 for row in shown
             ],
         )
-    return lines
+    return lines[1:]
 
 
 def counts(tests: dict[str, Any]) -> str:
