@@ -179,7 +179,7 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
       above all others), which PyTorch rounds once;
     - up to about 2.2 times PyTorch's where all products have one sign: Tensor Cores cut off what they add.
 
-    An element that is tiny beside its row's largest has no relative accuracy of its own. docs/linear.md has the bounds.
+    An element that is tiny beside its row's largest has no relative accuracy of its own. docs/kernels/linear.md has the bounds.
 
     Args:
         input: (..., K), float32, any strides.

@@ -27,7 +27,7 @@ constexpr TileShape tile_shape() {
     // wmma: 4 warps of 64x64, 128 accumulators a thread. A larger warp tile would spill (255 registers), a smaller one
     // reads more shared memory per product. Steps of 64 in k are rows of 128 bytes, a whole line of L2; two buffers of them are
     // 72 KB: two CTAs on an SM of 227 KB, one on the cards with 99 KB. A third buffer would not fit there, and took L1 from
-    // cp.async where it did (docs/pipeline.md).
+    // cp.async where it did (docs/worklog/pipeline.md).
     return {128, 128, 64, 2, 128, 2};
   } else if constexpr (sizeof(T) == 4) {
     // float on CUDA cores: 8x8 per thread, so one shared read feeds four multiply-adds. Sums in two levels take 128

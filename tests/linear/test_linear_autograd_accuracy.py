@@ -77,7 +77,7 @@ def check_and_control(dtype: torch.dtype, training: bool, device: str, patch: py
     grad = 1024 * normal(SIZE[0], SIZE[2], dtype=dtype)  # gradients of half's normal range
     want = gradients(lambda a: layer64(a)[0], layer.map(lambda t: t.cpu().double()), grad, PRODUCTS)
     base = gradients(own_layer, layer.map(lambda t: t.float()), grad, PRODUCTS)
-    # Half products of the forward run over all of K on Tensor Cores, which cut off what they add (docs/linear.md).
+    # Half products of the forward run over all of K on Tensor Cores, which cut off what they add (docs/kernels/linear.md).
     factor = 2.0 if dtype == torch.float32 else 8.0
     with tf32(True):
         got = gradients(ours, layer, grad, PRODUCTS)

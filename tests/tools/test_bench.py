@@ -1,4 +1,4 @@
-"""What the benches stand on, without a GPU: lists of cases and shapes, errors on sampled rows, rivals, summaries, tables."""
+"""What the benches stand on, without a GPU: lists of cases and shapes, errors on sampled rows, rivals, summaries."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ import cases
 import common
 import evidence
 import peers
-import pipelines
 import pytest
 import record_shapes
 import torch
 import torch.nn.functional as F
 from cases import CASES, MASKS, SETS, Case
-from loader import script
-from paths import ROOT
 from shapes import SHAPES
 
 
@@ -191,51 +188,3 @@ def test_peers_take_what_they_are_timed_on() -> None:
     assert {case.name for case in CASES if peers.takes(case)} == {*SETS["class512"], "dec512"}
     assert not peers.takes(small(E=512, dtype=torch.float16, causal=True))
     assert "not_available" in peers.measure({}, {}) or importlib.util.find_spec("ffpa_attn")
-
-
-def test_tables_with_and_without_what_newer_records_hold() -> None:
-    table = script("make_tables.py").gpu_table
-    record = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
-    newer = {key: value for key, value in record.items() if key not in ("shapes", "shapes_summary", "randomised", "linear")}
-    plain = table(newer)
-    row = {"name": "1 8 8 64 64 512 512 bf16 -", "ratio": 1.5, "ms": 1.0, "torch_ms": 1.5, "kernel": "some", "within_rule": True}
-    newer["shapes_summary"] = {"class512": record_shapes.summary([row]), "class1024": record_shapes.summary([{"ours_failed": "x"}])}
-    newer["randomised"] = {"count": 2000, "failed": 0, "failures": []}
-    errors = {kind: {"relative_frobenius_error": 1e-7, "worst_row_error": 2e-7} for kind in ("own", "normal")}
-    timed = {"ms": 1.0, "ms_second_pass": 1.0, "tflops": 100.0, "errors": errors, "extra_bytes": 0}
-    part = {"M": 1, "K": 2, "F": 3, "ratio_to_torch": 1.0, "within_rule": True, "rows": {"attention_ext": timed, "torch": timed}}
-    newer["linear"] = {"lin84 train": part}
-    first = next(iter(newer["forward"].values()))
-    newer["forward"] = newer["forward"] | {"cold": first | {"cold_l2": True}}
-    newer["forward"]["lost"] = first | {
-        "rows": {"attention_ext": {"not_available": "out of memory"}, "torch": first["rows"]["torch"]}
-    }
-    text = "\n".join(table(newer))
-    assert len(table(newer)) > len(plain) and "cold L2" in text and "out of memory" in text and "2000" in text
-    assert "lin84 train | 1, 2, 3 | 1.00" in text and "lin84" not in "\n".join(plain)
-    assert "0 of 1 slower" in text and "ours on 1" in text and "nan" not in text
-
-
-def test_every_table_has_its_place_and_does_without_what_was_not_measured() -> None:
-    tables = script("make_tables.py")
-    pages = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
-    places = [place[2] for page in pages for place in tables.PLACE.finditer(page)]
-    assert sorted(places) == sorted(tables.TABLES) and sum(page.count("<!-- table") for page in pages) == len(places)
-    record = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
-    kept = ("card", "csrc_tree", "ceilings", "driver", "torch", "date", "error_rule", "gpu_tests", "sanitizer", "sound")
-    lost = {"rows": {"attention_ext": {"not_available": "out of memory"}}, "kernel": "sm90_512", "dtype": "torch.float16"}
-    bare = {key: record[key] for key in kept} | {"forward": {"lost": record["forward"]["kb97"] | lost}}
-    for name, table in tables.TABLES.items():
-        if name != "cpu":
-            whole, part = table(record), table(bare)
-            assert len(whole) > len(part) > 0 and "nan" not in "\n".join(whole), name
-    assert "not sound" in tables.title(record | {"sound": False}) and "not sound" not in tables.title(record | {"sound": True})
-
-
-def test_stages_in_their_table_and_without() -> None:
-    table = script("make_tables.py").TABLES["sm90_pipeline"]
-    old = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
-    old.pop("stages_sm90_pipeline", None)
-    rows = {stage: {"ms": 1.125, "launches": 5} for stage in pipelines.STAGES["sm90_pipeline"]}
-    new = table(old | {"stages_sm90_pipeline": {"kb97": rows}})
-    assert new[: len(table(old))] == table(old) and "`wgmma_scores` 1.12 in 5 launches" in new[-1] and "on kb97" in new[-1]

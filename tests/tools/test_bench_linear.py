@@ -45,10 +45,10 @@ def test_a_linear_case_measured(monkeypatch: pytest.MonkeyPatch, part: str) -> N
         }
         assert all(0.0 < error < 1e-5 for errors in row["errors"].values() for error in errors.values())
     assert json.loads(json.dumps(case)) == case
-    table, sound = script("make_tables.py").linear_table, evidence.linear_sound
-    text = "\n".join(table({f"tiny {part}": case}))
+    table, sound = script("tables.py").TABLES["linear"], evidence.linear_sound
+    text = "\n".join(table({"linear": {f"tiny {part}": case}}))
     assert f"| tiny {part} | 24, 40, 36 |" in text and "outside" not in text and "nan" not in text
-    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {13}
+    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {14}
     assert sound({"linear": {"a": case}}, ["a"]) and sound({}, [])
     assert not sound({"linear": {"a": case, "b": case | {"within_rule": False}}}, ["a"])
     with torch.no_grad():
@@ -77,9 +77,9 @@ def test_a_linear_case_that_goes_wrong(monkeypatch: pytest.MonkeyPatch, part: st
     with torch.no_grad():
         case = linear_row(monkeypatch, part, wrong)
     assert not case["within_rule"] and not evidence.linear_sound({"linear": {"tiny": case}}, ["tiny"])
-    text = "\n".join(script("make_tables.py").linear_table({"tiny": case}))
+    text = "\n".join(script("tables.py").TABLES["linear"]({"linear": {"tiny": case}}))
     assert ("not measured: attention_ext: CUDA out of memory |" if wrong is broken else "(outside the rule)") in text
-    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {13}
+    assert {line.count("|") for line in text.splitlines() if line.startswith("|")} == {14}
 
 
 def test_a_record_without_all_parts_is_not_sound() -> None:
