@@ -16,9 +16,9 @@ import pytest
 import reference
 import torch
 from forced import attend, by_kernel, expanded, needs
-from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa, sdpa_forward, sdpa_with_lse
+from helpers import FLOATS, captured, close, leaves, normal, qkv, run, sdpa, sdpa_forward, sdpa_with_lse
 from kernels import Kernel, params
-from paths import importing
+from processes import importing
 from torch import Tensor
 from torch.export import Dim, export
 
@@ -146,16 +146,9 @@ def test_graph(kernel: Kernel, dtype: torch.dtype, name: str) -> None:
     inputs, options = problem(name, dtype, "cuda")
     needs(kernel, *inputs[:3], options.get("enable_gqa", False))
     op = partial(attend, kernel)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     given = leaves(*inputs)
     grad = torch.ones_like(op(*inputs, **options))
-    with torch.cuda.stream(stream):
-        run(op, given, grad, **options)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, grads = run(op, given, grad, **options)
+    graph, (out, grads) = captured(lambda: run(op, given, grad, **options))
     graph.replay()
     want, want_grads = run(op, leaves(*inputs), grad, **options)
     assert all(torch.equal(a, b) for a, b in zip((out, *grads), (want, *want_grads), strict=True))

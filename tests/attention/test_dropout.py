@@ -7,7 +7,7 @@ import io
 import pytest
 import reference
 import torch
-from helpers import FLOATS, close, leaves, normal, qkv, run, sdpa, sdpa_with_lse
+from helpers import FLOATS, captured, close, leaves, normal, qkv, run, sdpa, sdpa_with_lse
 from torch import Tensor
 from torch._inductor import config as inductor
 from torch.export import export
@@ -234,15 +234,12 @@ def test_cuda_graph_replays_with_new_masks() -> None:
 def test_cuda_graph_backward_uses_the_mask_of_its_forward() -> None:
     q = normal(2, 2, 64, 64, device="cuda").requires_grad_()
     v = torch.eye(64, device="cuda").repeat(2, 2, 1, 1).requires_grad_()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.autograd.grad(sdpa(q, q, v, None, 0.5).sum(), (q, v))
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def step() -> tuple[Tensor, Tensor]:
         out = sdpa(q, q, v, None, 0.5)
-        (grad_v,) = torch.autograd.grad(out.sum(), v)
+        return out, *torch.autograd.grad(out.sum(), v)
+
+    graph, (out, grad_v) = captured(step)
     for _ in range(2):
         graph.replay()
         close(grad_v, out.detach().sum(-2)[..., None].expand(2, 2, 64, 64), 1e-5)  # with V = I: column sums of the weights

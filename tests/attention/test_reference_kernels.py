@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import error_rule
 import pytest
 import reference
@@ -23,6 +20,7 @@ from helpers import (
     torch_own,
 )
 from kernels import KERNELS
+from processes import python
 from torch import Tensor
 
 FORCED = [k.name for k in KERNELS if k.device == "cuda" and k.takes_everything]
@@ -243,5 +241,4 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 both(8192)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert int(done.stdout) < 100 * 1024, f"{int(done.stdout) >> 10} MiB"
+    assert int(grown := python(code)) < 100 * 1024, f"{int(grown) >> 10} MiB"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import error_rule
@@ -11,7 +9,7 @@ import pytest
 import reference
 import torch
 from helpers import FLOATS, HALVES, close, compare, leaves, normal, qkv, run, sdpa, sdpa_with_lse
-from paths import importing
+from processes import importing, python
 
 import attention_ext
 
@@ -52,9 +50,7 @@ try:
 except RuntimeError:
     print("ok")
 """
-    env = importing(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.strip() == "ok", f"exit code {done.returncode}\n{done.stderr}"
+    assert python(code, env=importing(Path(__file__).parent)) == "ok"
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

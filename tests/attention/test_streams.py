@@ -13,7 +13,7 @@ import pytest
 import reference
 import torch
 from forced import AUTO, CAP, attend, attend_with_lse, by_kernel, needs, workspace
-from helpers import HALVES, close, leaves, normal, qkv, run, sdpa, sdpa_forward
+from helpers import HALVES, captured, close, leaves, normal, qkv, run, sdpa, sdpa_forward
 from kernels import KERNELS, Kernel
 
 pytestmark = pytest.mark.gpu
@@ -49,14 +49,7 @@ def test_graph_replays_with_new_inputs(kernel: Kernel, dtype: torch.dtype, E: in
     needs(kernel, *inputs, options.get("enable_gqa", False))
     op = partial(attend, kernel)
     grad = normal(1, 2, 130, E, dtype=dtype, device="cuda")
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(op, inputs, grad, **options)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, grads = run(op, inputs, grad, **options)
+    graph, (out, grads) = captured(lambda: run(op, inputs, grad, **options))
     with torch.no_grad():
         for t in (*inputs, grad):
             t.copy_(torch.randn_like(t))
@@ -98,14 +91,7 @@ def test_graph_with_masks_and_dropout(kernel: Kernel, dtype: torch.dtype, kind: 
         out, lse = attend_with_lse(kernel, *inputs, p, seed=seed if p else None)
         return [out, lse, *torch.autograd.grad((out, lse), wanted, (grad, grad_lse))]
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):  # an allocation outside of torch's allocator, or a wait, would be an error here
-        results = step()
+    graph, results = captured(step)
     seen = []
     for number in (3, 4):
         with torch.no_grad():

@@ -102,14 +102,6 @@ def check_few_sums(kernel: str, M: int, N: int, outlier: float, device: str) -> 
         check_products(*(torch.cat([t.flatten() for t in of])[None] for of in zip(*draws, strict=True)))
 
 
-@pytest.mark.parametrize("kernel", BY_NAME[1:])
-@gpu
-def test_several_parts(kernel: str, poison_all: None) -> None:
-    """More rows and features than the terms of which fit into the workspace at once."""
-    x, w, bias = normal(260, 70_000, device="cuda"), normal(140, 70_000, device="cuda"), normal(140, device="cuda")
-    check_products(by(kernel, x, w, bias), product64(x, w, bias), own_product(x, w, bias))
-
-
 def wrong_products(x: Tensor, w: Tensor, base: Tensor) -> Iterator[tuple[str, Tensor]]:
     """PyTorch's product with something wrong: what, and the result."""
     if x.is_cuda:

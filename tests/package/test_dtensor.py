@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
 import sharding_checks
+from processes import python
 
 from attention_ext._after_import import after_import
 
@@ -57,10 +57,9 @@ clean = all(getattr(finder, "name", "") != "torch.distributed.tensor" for finder
 {CALLS}
 print(alone, clean, *made)
 """
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path)))
-    done = subprocess.run([sys.executable, "-W", "error", "-c", code], env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "True True S(0) S(0)"  # 2.10's gloo prints as well
+    paths = os.pathsep.join(filter(None, sys.path))
+    printed = python(code, options=("-W", "error"), timeout=240, PYTHONPATH=paths)
+    assert printed.splitlines()[-1] == "True True S(0) S(0)"  # 2.10's gloo prints as well
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -13,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import normal, qkv
 from paths import ROOT
+from processes import python
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -170,5 +169,4 @@ with flop_counter.FlopCounterMode(display=False) as mode:
 assert type(flop_counter.__loader__) is type(flop_counter.__spec__.loader) is type(torch.utils.__loader__)
 print(mode.get_total_flops())
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == str(2 * 6 * 8 * 4), done.stderr
+    assert python(code, cwd=ROOT) == str(2 * 6 * 8 * 4)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import operator
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +14,7 @@ import torch
 from helpers import normal, qkv
 from nn_pairs import SCALES, SWITCHES, check_buffers, pair
 from paths import ROOT
+from processes import python
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -154,8 +153,7 @@ def test_a_stored_graph_imports_the_package(tmp_path: Path, function: Callable[.
     path = tmp_path / "traced.pkl"
     path.write_bytes(pickle.dumps(fx.symbolic_trace(function)))
     code = f"import pickle, sys; pickle.load(open({str(path)!r}, 'rb')); print('attention_ext' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.strip() == "True", done.stderr
+    assert python(code, cwd=ROOT) == "True"
 
 
 class Default(Tensor):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import subprocess
 import sys
@@ -10,15 +9,9 @@ from pathlib import Path
 
 import pytest
 from paths import ROOT
+from processes import python
 
 CALL = "q = torch.randn(1, 1, 3, 4, requires_grad=True); torch.ops.attention_ext.sdpa(q, q, q).sum().backward()"
-
-
-def python(code: str, *options: str, cwd: Path | None = None, **environment: str) -> str:
-    env = dict(os.environ, **environment)
-    done = subprocess.run([sys.executable, *options, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stderr}"
-    return done.stdout.strip()
 
 
 @pytest.mark.parametrize("visible", ["", None])

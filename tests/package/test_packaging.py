@@ -15,6 +15,7 @@ import pytest
 import torch
 from loader import script
 from paths import ROOT
+from processes import python
 
 PARTS = (
     "setup.py",
@@ -46,12 +47,6 @@ def toolkit(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {CUDA_MAJOR or 13}.0, V{CUDA_MAJOR or 13}.0.88'\n")
     nvcc.chmod(0o755)
     return {"CUDA_HOME": str(home), "ATTENTION_EXT_CUDA": "", "TORCH_CUDA_ARCH_LIST": ""}
-
-
-def python(code: str, *args: object, cwd: Path, **environment: str) -> None:
-    command = [sys.executable, "-c", code, *map(str, args)]
-    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def version_in(folder: Path) -> str:

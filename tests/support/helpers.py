@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import error_rule
 import reference
 import torch
@@ -18,6 +21,7 @@ sdpa_backward = torch.ops.attention_ext.sdpa_backward
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 HALVES = (torch.float16, torch.bfloat16)
+T = TypeVar("T")
 baselines_taken: list[str] = []  # by torch_own in the test that runs; conftest.py empties it and writes it into the report
 
 
@@ -116,6 +120,19 @@ def oracle_with_grads(inputs: list[Tensor | None], grad_out: Tensor | None, caus
     if grad_out is None:
         return out, lse, []
     return out, lse, list(torch.autograd.grad(out, wanted, grad_out.cpu().double(), materialize_grads=True))
+
+
+def captured(call: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of the call, which runs once before on another stream, as PyTorch asks for; what it returns under capture."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):  # an allocation outside of torch's allocator, or a wait, would be an error here
+        result = call()
+    return graph, result
 
 
 def redrawn(tensor: Tensor) -> Tensor:
