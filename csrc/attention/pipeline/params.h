@@ -12,7 +12,7 @@ namespace attention_ext {
 // exp(score - reference of its segment) in the tensors' dtype with the segments' statistics.
 enum class ScoresAs : int32_t { kScores, kProbabilities, kExponentials };
 
-// What every stage is told: the call, as far as it is all stages' concern, and the slice to work on.
+// What all stages have in common: the slice to work on, and its call.
 struct StageParams {
   BatchDims batch;
   Slice slice;
