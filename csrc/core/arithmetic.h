@@ -9,8 +9,8 @@ namespace attention_ext {
 constexpr int64_t kWorkspaceAlignment = 256;  // each array of a workspace begins on such a boundary
 constexpr int64_t kSliceTile = 128;           // rows or columns of a slice are whole tiles where there is room for one
 // Tensor Cores truncate as they add: 2^-23 of a growing sum for each 16 of its terms. So half types' sums over keys stop after
-// kPartKeys, an error of 2.5e-4, and go on in float from a carry in the workspace; so do sums over query rows. wgmma carries nothing and
-// takes no more than kMostWgmmaKeys, an error of 2e-3: twice half precision's own unit.
+// kPartKeys, an error of 2.5e-4, and go on in float from a carry in the workspace; so do sums over query rows. wgmma carries
+// nothing and takes no more than kMostWgmmaKeys, an error of 2e-3: twice half precision's own unit.
 constexpr int64_t kPartKeys = int64_t{1} << 15, kMostWgmmaKeys = int64_t{1} << 18;
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }

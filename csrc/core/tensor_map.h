@@ -17,8 +17,8 @@ bool tensor_map_takes(const BatchDims& batch, const MatrixView& view, int64_t ro
 cudaError_t make_tensor_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int64_t rows,
                             int64_t cols, int box_rows);
 
-// The map of queries (batch dims..., Hq, L, E) whose heads belong to groups: cols, heads of a group, rows, groups, leading dim. Boxes of
-// box_rows queries of all heads of a group by 64 columns. At most two batch dims.
+// The map of queries (batch dims..., Hq, L, E) whose heads belong to groups: cols, heads of a group, rows, groups, leading dim.
+// Boxes of box_rows queries of all heads of a group by 64 columns. At most two batch dims.
 cudaError_t make_group_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int group,
                            int64_t rows, int64_t cols, int box_rows);
 

@@ -3,8 +3,8 @@
 // 1. Each operand's loader copies 16-byte chunks of the next step of k with cp.async, or element by element where the tensor's
 //    strides or alignment forbid it; what lies outside the operand becomes zero and is never read.
 // 2. Tile::kStages buffers are in flight; one barrier per step.
-// 3. The multiply policy (sm80/wmma.cuh for half types, simt/simt.cuh for float and double) accumulates in registers, then hands the block tile out in quads of adjacent
-//    columns to the epilogue.
+// 3. The multiply policy (sm80/wmma.cuh for half types, simt/simt.cuh for float and double) accumulates in registers, then hands
+//    the block tile out in quads of adjacent columns to the epilogue.
 //
 // `Work` is what differs between kernels:
 //   aim(loader_a, loader_b)   points the loaders at the tile's operands; returns the product's number of steps

@@ -1,8 +1,8 @@
 // Driver of the linear layer. Pure host code.
 //
-// float: input and weight become two half terms each (split_half), some rows and some features at a time so that the terms stay small,
-// and are multiplied on Tensor Cores, on Hopper by wgmma. Tiles that this marks as suspect are then made anew on CUDA cores, which make
-// all sums of few products. Half types on Hopper: wgmma, where TMA takes the operands. All else: tiled_linear.cu.
+// float: input and weight become two half terms each (split_half), some rows and some features at a time so that the terms stay
+// small, and are multiplied on Tensor Cores, on Hopper by wgmma. Tiles that this marks as suspect are then made anew on CUDA cores,
+// which make all sums of few products. Half types on Hopper: wgmma, where TMA takes the operands. All else: tiled_linear.cu.
 #include "core/arithmetic.h"
 #include "core/tensor_map.h"
 #include "core/tensors.h"

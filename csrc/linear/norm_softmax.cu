@@ -1,8 +1,9 @@
-// Rows of the linear layer's result -> softmax of ((x - center) * factor + shift) * scale, features' own numbers: batch norm, scale and softmax in
-// one pass over memory.
+// Rows of the linear layer's result -> softmax of ((x - center) * factor + shift) * scale, features' own numbers: batch norm, scale
+// and softmax in one pass over memory.
 //
 // 1. One warp (rows up to 1024; 512 of double) or one CTA takes a row, 16 bytes a thread and read.
-// 2. Rows up to 8192 (4096 of double) stay in registers: maximum by warp shuffles, exponentials, sum by warp shuffles. Wider rows are read three times.
+// 2. Rows up to 8192 (4096 of double) stay in registers: maximum by warp shuffles, exponentials, sum by warp shuffles. Wider rows
+//    are read three times.
 // 3. As torch.softmax: NaN where a row has a NaN or an infinity, or nothing but -inf.
 // Grid: one CTA of 256 threads per 8 rows (warp per row) or per row.
 #include "core/arithmetic.h"

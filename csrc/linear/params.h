@@ -33,8 +33,8 @@ struct LinearParams {
   const int32_t* suspect;  // (ceil(M / kLinearTile), ceil(N / kLinearTile))
 };
 
-// Some rows and features of the layer, on Tensor Cores: float operands by split_half, half types as they are (wgmma only). Pointers begin
-// at the part's first row or column.
+// Some rows and features of the layer, on Tensor Cores: float operands by split_half, half types as they are (wgmma only). Pointers
+// begin at the part's first row or column.
 struct LinearPartParams {
   int64_t rows, cols, K;
   MatrixView input, weight;                      // (rows, K), (cols, K) in half types; split_half: (2, rows, K), (2, cols, K)
@@ -80,7 +80,8 @@ cudaError_t launch_column_statistics(const LinearParams& params, cudaStream_t st
 cudaError_t launch_batch_norm(const BatchNormParams& params, cudaStream_t stream);
 cudaError_t launch_norm_softmax(const NormSoftmaxParams& params, cudaStream_t stream);
 
-// The kernel of the product: sm80/tiled_linear.cu; for float sm80/split_half_linear.cu; on Hopper sm90/wgmma_linear.cu, float by split_half.
+// The kernel of the product: sm80/tiled_linear.cu; for float sm80/split_half_linear.cu; on Hopper sm90/wgmma_linear.cu, float by
+// split_half.
 enum class LinearKernel { kTiled, kSplitHalf, kWgmma };
 struct LinearPlan {
   LinearKernel kernel;

@@ -6,10 +6,11 @@
 //   dQ = scale * dS . K      dK = scale * dS^T . Q      dV = (keep * P)^T . dO / (1 - p)      mask_grad = sum of dS
 //
 // If P and dS of all query heads of a key head fit, one joint pass makes everything. Else pass A makes dQ and mask_grad
-// from slices of rows and pass B makes dK and dV from slices of keys, over all heads of the group and all query rows: in one sum, or,
-// where they are too many for the workspace or for Tensor Cores to sum (arithmetic.h), in slices of rows that carry it from one to the next.
-// Workspace: delta and norm, each (N, L) in the accumulator type; then of a slice P and dS, each (batches, rows, pitch) in the tensors'
-// dtype, and what is carried.
+// from slices of rows and pass B makes dK and dV from slices of keys, over all heads of the group and all query rows: in one sum,
+// or, where they are too many for the workspace or for Tensor Cores to sum (arithmetic.h), in slices of rows that carry it from one
+// to the next.
+// Workspace: delta and norm, each (N, L) in the accumulator type; then of a slice P and dS, each (batches, rows, pitch) in the
+// tensors' dtype, and what is carried.
 #include <numeric>
 
 #include "attention/pipeline/stage.h"
@@ -47,8 +48,8 @@ struct BackwardPlan {
   int64_t bytes;
 };
 
-// Pass B: all heads of a group, as many of their rows as may be summed at once, and as many keys as there is room for; but fewer rows
-// rather than less than kFewKeys. At least one tile of rows and eight keys, whatever the cap.
+// Pass B: all heads of a group, as many of their rows as may be summed at once, and as many keys as there is room for; but fewer
+// rows rather than less than kFewKeys. At least one tile of rows and eight keys, whatever the cap.
 void plan_by_keys(const BackwardParams& params, int64_t group, int64_t bytes_for_slices, BackwardPlan& plan) {
   constexpr int64_t kFewKeys = 4 * kSliceTile;
   const int64_t score_bytes = 2 * element_bytes(params.type) * group;  // of one row and one key: P and dS
@@ -73,8 +74,8 @@ void plan_by_keys(const BackwardParams& params, int64_t group, int64_t bytes_for
 BackwardPlan plan_backward(const BackwardParams& params) {
   const int64_t element = element_bytes(params.type);
   const int64_t group = std::lcm(params.key_group, params.value_group);  // that slices of whole groups are multiples of
-  // delta and norm count towards the cap, of which slices may have a quarter in any case, and a 64th is left for what the allocator may
-  // add to a large block.
+  // delta and norm count towards the cap, of which slices may have a quarter in any case, and a 64th is left for what the allocator
+  // may add to a large block.
   const int64_t cap = std::max<int64_t>(params.workspace_bytes, 0), row_values = 2 * row_values_bytes(params);
   const int64_t bytes_for_slices = std::max(cap - row_values - cap / 64, cap / 4);
   const int64_t budget = std::max<int64_t>(bytes_for_slices - 2 * kWorkspaceAlignment, 0) / (2 * element);  // elements of P

@@ -1,9 +1,9 @@
 // Backward: out = factor * sum over the query heads of a key head of left^T . right. dV from keep * P and grad_out, dK
 // from dS and query, for one slice of keys.
 //
-// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, whose k runs over the slice's query rows of one query head
-// after another: the sum over the heads of a group stays in registers, in a fixed order. Slices of rows carry it from one to the
-// next (p.carry). Causal: k begins at the first row tile that sees a key of the tile.
+// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, whose k runs over the slice's query rows of one query
+// head after another: the sum over the heads of a group stays in registers, in a fixed order. Slices of rows carry it from one to
+// the next (p.carry). Causal: k begins at the first row tile that sees a key of the tile.
 // Grid: one CTA per block tile of every key head of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 70,656 bytes (half types), 51,712 (float and double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/carry.cuh"

@@ -12,7 +12,7 @@ namespace attention_ext {
 // exp(score - reference of its segment) in the tensors' dtype with the segments' statistics.
 enum class ScoresAs : int32_t { kScores, kProbabilities, kExponentials };
 
-// What every stage is told: the call, as far as it is all stages' concern, and the slice to work on.
+// What all stages have in common: the slice to work on, and its call.
 struct StageParams {
   BatchDims batch;
   Slice slice;
@@ -46,7 +46,8 @@ struct RowSoftmaxParams : StageParams {
   MatrixView lse;      // (N, L), accumulator type, column unused
 };
 
-// Exponentials relative to their segments' references -> the same relative to the row's, the largest, in place; row sums, log-sum-exp.
+// Exponentials relative to their segments' references -> the same relative to the row's, the largest, in place; row sums,
+// log-sum-exp.
 struct SegmentSoftmaxParams : StageParams {
   MatrixView weights;     // slice (batch_count, row_count, col_count), half type
   MatrixView statistics;  // slice (batch_count, row_count, segments) of SegmentStatistics
@@ -94,8 +95,8 @@ struct ScoreGradParams : StageParams {
   bool only_weight_grad;
 };
 
-// float and double, whole rows: delta = sum of P * dP over the row, minus grad_lse, then dS = P * (dP - delta) over dP in place; with
-// dropout P is overwritten with keep * P.
+// float and double, whole rows: delta = sum of P * dP over the row, minus grad_lse, then dS = P * (dP - delta) over dP in place;
+// with dropout P is overwritten with keep * P.
 struct RowDeltaParams : StageParams {
   MatrixView probabilities;  // slice (batch_count, row_count, S)
   MatrixView score_grad;     // the same; dP on the way in
@@ -142,8 +143,8 @@ cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, Da
                            cudaStream_t stream);
 
 // Host drivers: slices so that the workspace stays under the cap. The workspace functions return the bytes the driver
-// will use under a cap: no more than the cap, except where a single row (forward), or two numbers of each row and a row tile by 8 keys
-// of a group (backward), need more. The backward takes at least one query row.
+// will use under a cap: no more than the cap, except where a single row (forward), or two numbers of each row and a row tile by 8
+// keys of a group (backward), need more. The backward takes at least one query row.
 int64_t pipeline_forward_workspace(const ForwardParams& params);
 cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream);
 int64_t pipeline_backward_workspace(const BackwardParams& params);

@@ -4,7 +4,8 @@
 // where a row whose sum is 0 (no visible key) gives exactly 0. Causal: k ends at the last key that a row of the tile
 // sees.
 // Over many keys (p.carry) the sum is made in parts of kPartKeys, a launch each, and carried from one to the next in float.
-// Grid: one CTA per block tile of every matrix of the slice (tile_of); causal: longest row tiles first. 128 threads (half types) or 256.
+// Grid: one CTA per block tile of every matrix of the slice (tile_of); causal: longest row tiles first. 128 threads (half types) or
+// 256.
 // Shared memory: 72,704 bytes (half types), 57,088 (float), 54,016 (double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/carry.cuh"
 #include "attention/pipeline/params.h"

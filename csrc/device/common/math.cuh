@@ -8,8 +8,8 @@ __device__ __forceinline__ double negative_infinity(double) { return __longlong_
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Whether products will do for scores until their maxima are known, scale being a factor of their exponents: it is positive as a float,
-// and log2(e) times it does not overflow.
+// Whether products will do for scores until their maxima are known, scale being a factor of their exponents: it is positive as a
+// float, and log2(e) times it does not overflow.
 __host__ __device__ constexpr bool scales_exponents(float scale) { return scale > 0.0f && scale < 1e30f; }
 
 // 2^x by the special function unit, relative error 2^-22; -inf gives 0, NaN stays NaN.

@@ -9,8 +9,8 @@
 
 namespace attention_ext {
 
-// d (16 x 8, float) += a (16 x 16) . b (16 x 8). A thread holds rows lane / 4 and 8 more: of d two columns of the first row, then of the
-// second; of a pairs of columns of the first and of the second row, and the same 8 columns further on.
+// d (16 x 8, float) += a (16 x 16) . b (16 x 8). A thread holds row r = lane / 4 and row r + 8: of d two columns of row r, then of
+// row r + 8; of a two columns of row r, of row r + 8, and the same 8 columns further on.
 template <class T>
 __device__ __forceinline__ void mma_16x8x16(float (&d)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
   if constexpr (std::is_same_v<T, __half>) {

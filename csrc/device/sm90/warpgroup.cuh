@@ -14,15 +14,16 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;\n" ::"n"(kRegisters));
 }
 
-// True in one thread of a whole warp. The compiler knows that it is one, and issues that thread's copies without a loop over threads.
+// True in one thread of a whole warp. The compiler knows that it is one, and issues that thread's copies without a loop over
+// threads.
 __device__ __forceinline__ bool elect_thread() {
   uint32_t elected;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}\n" : "=r"(elected));
   return elected != 0;
 }
 
-// Barrier number `barrier` (1 to 15) among `threads` threads. Not bar.sync, the aligned form: warps of different roles meet here from
-// different places of the code.
+// Barrier number `barrier` (1 to 15) among `threads` threads. Not bar.sync, the aligned form: warps of different roles meet here
+// from different places of the code.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }

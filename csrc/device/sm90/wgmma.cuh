@@ -1,8 +1,8 @@
 // Products of a warpgroup on Tensor Cores (wgmma: sm_90a), one instruction per function.
 //
-// D (64 x n, float, registers) += A (64 x 16) . B (16 x n), both half types in shared memory. Four consecutive warps issue together.
-// A thread of warp w holds rows 16 w + lane / 4 and 8 more, columns 8 i + lane % 4 * 2 and the next, in d[4 i .. 4 i + 3]: two columns
-// of the first row, two of the second.
+// D (64 x n, float, registers) += A (64 x 16) . B (16 x n), both half types in shared memory. Four consecutive warps issue
+// together. A thread of warp w holds row r = 16 w + lane / 4 and row r + 8, of each the columns 8 i + lane % 4 * 2 and the next:
+// d[4 i] and d[4 i + 1] are row r's, d[4 i + 2] and d[4 i + 3] row r + 8's.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,8 +13,8 @@
 
 namespace attention_ext {
 
-// Shared memory as wgmma sees it: rows of 128 bytes, their eight 16-byte chunks permuted by XOR with the row's number modulo 8 (what
-// TMA calls a swizzle of 128 bytes), eight rows adjacent. `group_bytes`: from eight rows to the next eight.
+// Shared memory as wgmma sees it: rows of 128 bytes, their eight 16-byte chunks permuted by XOR with the row's number modulo 8
+// (what TMA calls a swizzle of 128 bytes), eight rows adjacent. `group_bytes`: from eight rows to the next eight.
 // `column_bytes`: from 64 columns to the next 64, where the columns are the product's m or n (k counts rows).
 __device__ __forceinline__ uint64_t matrix_descriptor(uint32_t s_tile, uint32_t group_bytes, uint32_t column_bytes) {
   constexpr uint64_t kSwizzle128 = 1ull << 62;

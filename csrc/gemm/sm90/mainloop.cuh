@@ -2,14 +2,15 @@
 //
 // 1. Persistent CTAs, one an SM, take every gridDim.x-th tile. One thread loads steps of 64 in k with TMA, kStages buffers
 //    ahead, on into the next tile while the epilogue of this one runs.
-// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers. float32 operands as two half terms (split_half:
-//    Tile::kTerms is 2) take three products, whose sum over a step is added to the result in float: Tensor Cores truncate as they add.
+// 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers. float32 operands come as two half terms
+//    (split_half, Tile::kTerms is 2) and take three products, whose sum over a step is added to the result in float, as Tensor
+//    Cores truncate what they add.
 // 3. They hand it to the epilogue.
 //
 // `Work` is what differs between kernels:
 //   tiles()                       how many there are
 //   aim(tile)                     Place of a tile: at least `steps` (0: left out) and the positions `a` and `b` of its first boxes
-//   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and `row` + 8, read ahead to hide its latency
+//   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and `row` + 8, read ahead of it
 //   store(place, row, fetched, product, s_strip)   the epilogue
 // Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, during the products of this one.
 #pragma once

@@ -44,8 +44,8 @@ struct WgmmaTile {
   }
 };
 
-// split_half: float32 operands as two half terms each, high + low. A product is high . high + high . low + low . high, summed over a
-// step of kK on Tensor Cores and over the steps in float registers.
+// split_half: float32 operands as two half terms each, high + low. A product is high . high + high . low + low . high, summed over
+// a step of kK on Tensor Cores and over the steps in float registers.
 struct SplitHalfWgmmaTile {
   using T = __half;
   static constexpr bool kColumnsB = false;

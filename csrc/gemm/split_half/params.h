@@ -9,8 +9,8 @@ namespace attention_ext {
 
 struct SplitHalfRow {
   int32_t exponent;  // or one of the two below
-  // In units of 2^exponent, over the row's small elements, whose low term is subnormal: the sum of what the two terms leave out, or of
-  // that with the elements' signs, the larger magnitude. An element's partner in a product may have either sign.
+  // In units of 2^exponent, over the row's small elements, whose low term is subnormal: the sum of what the two terms leave out, or
+  // of that with the elements' signs, the larger magnitude. An element's partner in a product may have either sign.
   float left_out;
 };
 constexpr int32_t kRowOfZeros = -100000, kRowNotFinite = 100000;  // exponents of such rows

@@ -1,8 +1,8 @@
 // Rows of float as sums of two half terms, for float products on Tensor Cores (Ootomo and Yokota 2022, arXiv 2203.03341):
 // x = (high + low) * 2^exponent, exponent so that the row's largest magnitude is in [2^14, 2^15) of half precision.
 //
-// high = half(x / 2^exponent), low = half(x / 2^exponent - high). The error is at most the larger of 2^-23 of the element and 2^-39 of
-// the row's largest.
+// high = half(x / 2^exponent), low = half(x / 2^exponent - high). The error is at most the larger of 2^-23 of the element and 2^-39
+// of the row's largest.
 // Rows with an infinity or a NaN, and rows of zeros, are marked by their exponent; nobody relies on the terms of the former.
 // Rows up to 8192 are read once, wider ones twice. Grid: one CTA of 256 threads per row. Shared memory: 96 bytes.
 #include <cuda_fp16.h>

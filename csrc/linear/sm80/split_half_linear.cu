@@ -1,9 +1,9 @@
 // The float linear layer on Tensor Cores of every card: out = input . weight^T + bias by split_half, three products of half terms.
 //
-// Product of a block tile by wmma, gemm/mainloop.cuh, that runs over three pairs of matrices: low . high, high . low, high . high. The
-// sum of each step of 64 in k is added to float registers, as Tensor Cores truncate what they add. Epilogue: exponents of row and
-// column, bias. Tiles with a row that is not finite, or with a row or a column that is tiny relative to its operands, are marked
-// (sm90/wgmma_linear.cu says why): tiled_linear.cu makes those anew.
+// Product of a block tile by wmma, gemm/mainloop.cuh, that runs over three pairs of matrices: low . high, high . low, high . high.
+// The sum of each step of 64 in k is added to float registers, as Tensor Cores truncate what they add. Epilogue: exponents of row
+// and column, bias. Tiles with a row that is not finite, or with a row or a column that is tiny relative to its operands, are
+// marked (sm90/wgmma_linear.cu says why): tiled_linear.cu makes those anew.
 // Grid: one CTA per block tile (tile_of), 256 threads, one CTA an SM. Shared memory: 76,928 bytes.
 #include "core/tensors.h"
 #include "gemm/mainloop.cuh"

@@ -1,10 +1,10 @@
-// The linear layer on every card and in every dtype: out = input . weight^T + bias in the accumulator type; and the statistics of out's
-// columns by a kernel of their own.
+// The linear layer on every card and in every dtype: out = input . weight^T + bias in the accumulator type; and the statistics of
+// out's columns by a kernel of their own.
 //
-// Product of a block tile on Tensor Cores (half types) or CUDA cores, gemm/mainloop.cuh. After a split_half product both kernels do only
-// the tiles that it has marked: the other CTAs return at once.
-// Grid: one CTA per block tile; statistics: one of 128 threads, a column each, per 128 x 128. Shared memory: 74,752 bytes (half types),
-// 62,464 (float), 56,320 (double).
+// Product of a block tile on Tensor Cores (half types) or CUDA cores, gemm/mainloop.cuh. After a split_half product both kernels do
+// only the tiles that it has marked: the other CTAs return at once.
+// Grid: one CTA per block tile; statistics: one of 128 threads, a column each, per 128 x 128. Shared memory: 74,752 bytes (half
+// types), 62,464 (float), 56,320 (double).
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"

@@ -5,10 +5,10 @@
 // come as they are, in tiles of 128 x 256. Epilogue: exponents of row and column, bias, mean and squares of each column over the
 // warp's 16 rows.
 //
-// What the half terms leave out of an element is 2^-39 of its row's largest. It shows only where a row or a column of the product is tiny
-// relative to its operands (columns scaled up in input and down in weight, an outlier that meets zeros): gemm/split_half/epilogue.cuh. The
-// epilogue finds such rows of a tile and such columns of a warp's 16 rows, and rows that are not finite, and marks the tile:
-// tiled_linear.cu makes it anew.
+// What the half terms leave out of an element is 2^-39 of its row's largest. It shows only where a row or a column of the product
+// is tiny relative to its operands (columns scaled up in input and down in weight, an outlier that meets zeros):
+// gemm/split_half/epilogue.cuh. The epilogue finds such rows of a tile and such columns of a warp's 16 rows, and rows that are not
+// finite, and marks the tile: tiled_linear.cu makes it anew.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: the tiles' Shared. Registers: 232 a consumer thread.
 #include "core/arithmetic.h"
 #include "core/dispatch.h"

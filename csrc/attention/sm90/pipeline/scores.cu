@@ -2,8 +2,8 @@
 // segments' statistics, for one slice; what pipeline/qk_scores.cu does there for half types.
 //
 // Product of block tiles of 128 queries by 256 keys, gemm/sm90/mainloop.cuh. In the epilogue a segment lies in the registers of
-// four lanes: maximum, exponentials, sums, two shuffles each, and the sum of what was rounded by a product with ones; then through shared
-// memory to rows of 128 bytes.
+// four lanes: maximum, exponentials, sums, two shuffles each, and the sum of what was rounded by a product with ones; then through
+// shared memory to rows of 128 bytes.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/softmax/segment.cuh"

@@ -1,8 +1,8 @@
 // Stage 3 of the pipeline by wgmma (Hopper): out = weights . values * factor / row_sum for one slice of rows; what
 // pipeline/scores_values.cu does.
 //
-// Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/sm90/mainloop.cuh; k ends at the last key that a row of the
-// tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
+// Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/sm90/mainloop.cuh; k ends at the last key that a row of
+// the tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
 // Grid: persistent CTAs, one an SM; causal: longest row tiles first. Shared memory: WgmmaTile::Shared. Registers: 232.
 #include "attention/sm90/pipeline/pipeline.h"
 #include "core/arithmetic.h"
