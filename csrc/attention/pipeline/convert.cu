@@ -4,6 +4,7 @@
 // grid. No shared memory.
 #include "attention/pipeline/params.h"
 #include "core/arithmetic.h"
+#include "core/device_info.h"
 #include "device/common/types.cuh"
 #include "gemm/sm80/tile.cuh"
 
@@ -22,10 +23,10 @@ __global__ void __launch_bounds__(kCtaThreads) convert_kernel(const In* g_in, Ou
 
 template <class Out, class In>
 cudaError_t launch_typed(const void* in, void* out, int64_t count, cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 132 * 16;  // fills the largest card; more would only wait
+  const int64_t most = 16 * current_device_info().sms;  // fills the card; more would only wait
   const int64_t blocks = ceil_div(count, kCtaThreads);
   if (blocks == 0) return cudaSuccess;
-  convert_kernel<Out, In><<<static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks), kCtaThreads, 0, stream>>>(
+  convert_kernel<Out, In><<<static_cast<unsigned>(blocks < most ? blocks : most), kCtaThreads, 0, stream>>>(
       static_cast<const In*>(in), static_cast<Out*>(out), count);
   return cudaGetLastError();
 }

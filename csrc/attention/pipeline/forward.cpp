@@ -2,6 +2,7 @@
 // stays under its cap whatever the shape. Pure host code. forward_slices.h says how the workspace is laid out.
 #include "attention/pipeline/slice_view.h"
 #include "attention/sm90/pipeline/products.h"
+#include "core/device_info.h"
 #include "plan/slices.h"
 
 namespace attention_ext {
@@ -9,7 +10,7 @@ namespace {
 
 ForwardSlices plan_forward(const ForwardParams& params) {
   return forward_slices(params.N, params.L, params.S, params.Ev, element_bytes(params.type), params.workspace_bytes,
-                        params.wgmma_products);
+                        params.wgmma_products, current_device_info().sms);
 }
 
 // Stages 1 and 2: leaves weights and row sums in the workspace.

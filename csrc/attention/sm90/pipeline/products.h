@@ -9,6 +9,4 @@ namespace attention_ext {
 cudaError_t launch_wgmma_scores(const QkScoresParams& params, cudaStream_t stream);
 cudaError_t launch_wgmma_values(const ScoresValuesParams& params, cudaStream_t stream);
 
-bool wgmma_pipeline_takes(const ForwardParams& params);
-
 }  // namespace attention_ext
