@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import Case
+from choice import choice_summary
 from common import Sample, error_rule, first_line, log, within_rule
 from shapes import SHAPES
 from torch import Tensor
 
 import attention_ext
 
-DEVICE = "cuda"
-OPERATORS = {"ours": torch.ops.attention_ext.sdpa, "torch": F.scaled_dot_product_attention}
+DEVICE, OPS = "cuda", torch.ops.attention_ext
+OPERATORS = {"ours": OPS.sdpa, "torch": F.scaled_dot_product_attention}
 LEAST_MS, MOST_CALLS, REPLAYS, TURNS = 1.0, 20, 5, 2
 MOST_PROCESSES = 6
 SLOWER = 1 / 1.05  # ratio below which ours counts as slower
@@ -61,8 +63,22 @@ class Captured:
         return [before.elapsed_time(after) / self.count for before, after in pairwise(events)]
 
 
+def kernel_times(shape: Case, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, known: dict[str, float]) -> dict[str, float]:
+    """ms of each kernel that takes the shape, asked for by name; `known` stays as it is."""
+    times = {}
+    for name in OPS.kernels("forward"):
+        call = partial(OPS.sdpa_forward, q, k, v, mask, None, 0.0, shape.causal, enable_gqa=shape.Hk != shape.Hq, kernel_name=name)
+        try:
+            times[name] = known.get(name) or statistics.median(Captured(lambda call=call: call()[0]).times())
+        except RuntimeError as error:
+            if "attention_ext: kernel_name:" not in str(error):
+                log(f"{shape.name} by {name}: {first_line(error)}")
+    return times
+
+
 def measure(shape: Case) -> dict[str, Any]:
-    """ms, torch_ms, ratio, kernel, errors; in place of a figure "ours_failed" or "torch_failed" says why there is none."""
+    """ms, torch_ms, ratio, kernel, kernels (ms of each that takes the shape), errors; in place of a figure "ours_failed" or
+    "torch_failed" says why there is none."""
     row: dict[str, Any] = {"name": shape.name}
     q, k, v = shape.inputs(DEVICE)
     options = shape.options(DEVICE)
@@ -90,6 +106,7 @@ def measure(shape: Case) -> dict[str, Any]:
             row["torch_failed"] = "its result is not finite"
     if "ours" in errors:
         row |= {"ms": statistics.median(times["ours"]), "calls": captured["ours"].count, "errors": errors["ours"]}
+        row["kernels"] = kernel_times(shape, q, k, v, options["attn_mask"], {row["kernel"]: row["ms"]})
         row["finite"] = all(map(math.isfinite, errors["ours"].values()))
         if "torch" in errors and "torch_failed" not in row:
             row["ratio"] = row["torch_ms"] / row["ms"]
@@ -100,7 +117,8 @@ def measure(shape: Case) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The slowest ratio, how many are slower by more than 5 %, and what must not be: ours failing, NaN, the error rule broken."""
+    """The slowest ratio, how many are slower by more than 5 %, how good the choice of a kernel is, and what must not be: ours
+    failing, NaN, the error rule broken."""
     compared = [row for row in rows if "ratio" in row]
     slowest = min(compared, key=lambda row: row["ratio"], default=None)
     return {
@@ -109,6 +127,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "slowest": {name: slowest[name] for name in ("name", "ratio", "ms", "torch_ms", "kernel")} if slowest else None,
         "slower_by_more_than_5_percent": sum(row["ratio"] < SLOWER for row in compared),
         "geometric_mean_ratio": statistics.geometric_mean(row["ratio"] for row in compared) if compared else None,
+        "choice": choice_summary(rows),
         "torch_failed": sum("torch_failed" in row for row in rows),
         "ours_failed": sum("ours_failed" in row for row in rows),
         "not_finite": sum(not row.get("finite", True) for row in rows),

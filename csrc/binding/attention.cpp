@@ -1,6 +1,8 @@
 // sdpa_forward and sdpa_backward on CUDA, for torch's stable ABI. A body: check, allocate, fill, launch.
 
 #include <algorithm>
+#include <iterator>
+#include <optional>
 #include <tuple>
 
 #include "attention/pipeline/params.h"
@@ -23,17 +25,28 @@ Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int3
           p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
 }
 
+using ForwardLauncher = cudaError_t (*)(const ForwardParams&, cudaStream_t);
+constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, fused_forward_512, fused_forward_1024,
+                                                 wgmma_pipeline};  // in the order of kForwardKernels
+static_assert(std::size(kForwardLaunchers) == std::tuple_size_v<ForwardTable>);
+using BackwardLauncher = cudaError_t (*)(const BackwardParams&, cudaStream_t);
+constexpr BackwardLauncher kBackwardLaunchers[] = {pipeline_backward};  // in the order of kBackwardKernels
+static_assert(std::size(kBackwardLaunchers) == std::tuple_size_v<BackwardTable>);
+
 // A forward call: what the kernels get, but for the workspace, and which of them runs.
 struct ForwardCall {
   ForwardParams params;
-  Plan plan;
+  size_t row;  // of kForwardKernels
+  int64_t workspace;
+  bool preferred;
 };
 
 // Checks a call and chooses its kernel, the same for a call that runs and for one that is only explained: with `out` and `lse` null
 // nothing is allocated.
 ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                          const OptionalTensor& attn_mask, const Dropout& dropout, bool is_causal, std::optional<double> scale,
-                         bool enable_gqa, int64_t workspace_bytes, const std::string& kernel_name, Tensor* out, Tensor* lse) {
+                         bool enable_gqa, int64_t workspace_bytes, const std::string& kernel_name, Tensor* out, Tensor* lse,
+                         std::string* reason) {
   ForwardCall call = {};
   ForwardParams& params = call.params;
   params.type = check_inputs(op, query, key, &value);
@@ -66,10 +79,11 @@ ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key,
   views.finish(params.batch);
   if (is_causal) params.S = std::min(params.S, params.L);  // no query sees the keys after the last one
   params.workspace_bytes = workspace_bytes;
-  call.plan = choose_kernel(op, kernel_name, params, not_for_tma(params, query, key, value), device);
-  call.plan.workspace_bytes = call.plan.kernel == Kernel::kPipeline       ? pipeline_forward_workspace(params)
-                              : call.plan.kernel == Kernel::kSm90Pipeline ? wgmma_pipeline_workspace(params)
-                                                                          : 0;
+  const Problem problem = problem_of(params, params.key.group, params.value.group);
+  const DeviceInfo card = device_info(device);
+  call.row = choose_row(op, kForwardKernels, kernel_name, problem, card, workspace_bytes, reason);
+  call.workspace = kForwardKernels[call.row].workspace(problem, card, workspace_bytes);
+  call.preferred = kernel_name == "auto" && preferred(problem, card);
   return call;
 }
 
@@ -82,23 +96,15 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   const OperatorScope scope(device);
   Tensor out, lse;
   const Dropout dropout = check_dropout(op, dropout_p, seed, device);
-  auto [params, plan] = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
-                                     kernel_name, &out, &lse);
-  switch (plan.kernel) {
-    case Kernel::kSm90Fused512: check_status(op, fused_forward_512(params, current_stream(device)), device); return {out, lse};
-    case Kernel::kSm90Fused1024:
-      check_status(op, fused_forward_1024(params, current_stream(device)), device);
-      return {out, lse};
-    case Kernel::kPipeline:
-    case Kernel::kSm90Pipeline: {
-      Tensor workspace = allocate_bytes(plan.workspace_bytes, device);
-      params.workspace = data_of(workspace);
-      const auto run = plan.kernel == Kernel::kPipeline ? pipeline_forward : wgmma_pipeline;
-      check_status(op, run(params, current_stream(device)), device);
-      return {out, lse};
-    }
+  ForwardCall call = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
+                                  kernel_name, &out, &lse, nullptr);
+  std::optional<Tensor> workspace;
+  if (call.workspace > 0) {
+    workspace = allocate_bytes(call.workspace, device);
+    call.params.workspace = data_of(*workspace);
   }
-  throw std::runtime_error("attention_ext: the plan named a kernel that sdpa_forward does not have");
+  check_status(op, kForwardLaunchers[call.row](call.params, current_stream(device)), device);
+  return {out, lse};
 }
 
 // What sdpa_forward would run for these arguments.
@@ -110,10 +116,10 @@ std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tens
   if (!query.defined()) fail(op, "query", "a tensor", "None");
   static constexpr int64_t kAnySeed = 0;  // kernels ask whether there is one, and here none of them runs
   const Dropout dropout = {dropout_p > 0.0 ? &kAnySeed : nullptr, 0, 1.0};
-  const Plan plan = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
-                                 kernel_name, nullptr, nullptr)
-                        .plan;
-  return {attention_ext::kernel_name(plan.kernel), plan.reason, plan.workspace_bytes, plan.preferred};
+  std::string reason;
+  const ForwardCall call = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa,
+                                        workspace_bytes, kernel_name, nullptr, nullptr, &reason);
+  return {kForwardKernels[call.row].name, reason, call.workspace, call.preferred};
 }
 
 void clear(const char* op, const Tensor& tensor, cudaStream_t stream, int32_t device) {
@@ -127,8 +133,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
                                                          std::optional<double> scale, bool enable_gqa, bool mask_grad,
                                                          bool wide_grads, int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_backward";
-  if (kernel_name != "auto" && kernel_name != "pipeline")
-    fail(op, "kernel_name", "\"auto\" or \"pipeline\"", "\"" + kernel_name + "\"");
   BackwardParams params = {};
   params.type = check_inputs(op, query, key, &value);
   const int32_t device = query.get_device_index();
@@ -211,11 +215,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
     grad_mask = allocate({0}, {1}, type, device);
   }
   views.finish(params.batch);
+  const Problem problem = problem_of(params, params.key_group, params.value_group);
+  const size_t row = choose_row(op, kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes);
   if (params.N > 0 && params.L > 0) {
     params.workspace_bytes = workspace_bytes;
     Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
     params.workspace = data_of(workspace);
-    check_status(op, pipeline_backward(params, stream), device);
+    check_status(op, kBackwardLaunchers[row](params, stream), device);
   } else {  // no query reads the keys
     clear(op, grad_key, stream, device);
     clear(op, grad_value, stream, device);

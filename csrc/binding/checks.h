@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "binding/tensors.h"
+#include "core/device_info.h"
 #include "core/tensors.h"
 
 #ifndef ATTENTION_EXT_BUILT_FOR
@@ -19,11 +20,9 @@ inline void check_status(const char* op, cudaError_t status, int32_t device) {
   if (status == cudaSuccess) return;
   if (status == cudaErrorMemoryAllocation) out_of_memory(0, device);  // a kernel's own needs, such as local memory
   if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction) {
-    int major = 0, minor = 0;
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    const int64_t capability = device_info(device).capability;
     throw std::runtime_error(std::string(op) + ": cuda:" + std::to_string(device) + " has compute capability " +
-                             std::to_string(major) + "." + std::to_string(minor) +
+                             std::to_string(capability / 10) + "." + std::to_string(capability % 10) +
                              ", and this build of attention_ext has kernels for " + ATTENTION_EXT_BUILT_FOR +
                              "; build it for this card with TORCH_CUDA_ARCH_LIST");
   }

@@ -1,94 +1,59 @@
-// Which kernel serves a call of sdpa_forward on CUDA, and why: the facts of the call for plan.h, and the answer.
+// Between a call and the tables of kernels: the problem that a call is, and the row that runs it.
 #pragma once
 
-#include <algorithm>
 #include <string>
 
-#include "attention/sm90/fused/fused.h"
-#include "attention/sm90/pipeline/pipeline.h"
+#include "attention/params.h"
 #include "binding/tensors.h"
-#include "core/tensor_map.h"
-#include "plan/plan.h"
+#include "core/operand.h"
+#include "plan/kernels.h"
 
 namespace attention_ext {
 
-inline bool takes(Kernel kernel, const ForwardParams& params) {
-  switch (kernel) {
-    case Kernel::kPipeline: return true;
-    case Kernel::kSm90Fused512: return fused_forward_512_takes(params);
-    case Kernel::kSm90Fused1024: return fused_forward_1024_takes(params);
-    case Kernel::kSm90Pipeline: return wgmma_pipeline_takes(params);
-  }
-  return false;
+// The one place that makes a problem of a call, of the forward and of the backward, for the operator and for explain alike.
+template <class Params>
+Problem problem_of(const Params& params, int64_t key_group, int64_t value_group) {
+  const int64_t element = element_bytes(params.type);
+  Problem problem;
+  problem.N = params.N;
+  problem.L = params.L;
+  problem.S = params.S;
+  problem.E = params.E;
+  problem.Ev = params.Ev;
+  problem.key_group = key_group;
+  problem.value_group = value_group;
+  problem.batch_dims = params.batch.count;
+  problem.type = params.type;
+  problem.mask = params.mask_type;
+  problem.mask_rows = params.mask.row_stride != 0;
+  problem.causal = params.causal;
+  problem.dropout = params.dropout.seed != nullptr;
+  problem.query = operand_of(params.batch, params.query, params.L, element);
+  problem.key = operand_of(params.batch, params.key, params.S, element);
+  problem.value = operand_of(params.batch, params.value, params.S, element);
+  return problem;
 }
 
-// Why one of the operands does not lie as TMA reads it for the kernels for Hopper, a clause; empty: all do.
-inline std::string not_for_tma(const ForwardParams& params, const Tensor& query, const Tensor& key, const Tensor& value) {
-  const int group = params.key.group;
-  if (group != params.value.group) return "key and value have different head counts";
-  if (group > 64) return "more than 64 query heads share a key head";
-  if (group > 1 && query.stride(query.dim() - 3) <= 0) return "query's heads, of which several share a key head, are broadcast";
-  const struct {
-    const char* name;
-    const Tensor& tensor;
-    const MatrixView& view;
-    int64_t rows;
-  } operands[] = {
-      {"query", query, params.query, params.L}, {"key", key, params.key, params.S}, {"value", value, params.value, params.S}};
-  for (const auto& operand : operands) {
-    const std::string name = operand.name;
-    const int64_t most = group > 1 ? 4 : 5;
-    if (operand.tensor.dim() > most) return name + " has more than " + std::to_string(most) + " dims";
-    if (!operand.view.vector) {
-      return operand.view.col_stride != 1 ? name + "'s columns are not adjacent in memory"
-                                          : name + "'s rows do not all begin on 16-byte boundaries";
-    }
-    if (!tensor_map_takes(params.batch, operand.view, operand.rows)) {
-      return name + "'s strides are broadcast along rows, too large or keep too many leading dims apart";
-    }
+// The row to run: the one of a name, or for "auto" the table's choice. reason: why, a clause; null: not wanted.
+template <class Facts, size_t kRows>
+size_t choose_row(const char* op, const std::array<KernelRow<Facts>, kRows>& table, const std::string& name,
+                  const Facts& problem, const DeviceInfo& card, int64_t cap, std::string* reason = nullptr) {
+  if (name == "auto") {
+    const Choice<Facts, kRows> choice(table, problem, card, cap);
+    if (reason != nullptr) *reason = choice.reason();
+    return choice.row();
   }
-  return "";
-}
-
-// The kernel to run, and why: the one that was asked for by name, or the plan's choice.
-inline Plan choose_kernel(const char* op, const std::string& name, const ForwardParams& params, const std::string& not_for_tma,
-                          int32_t device) {
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  Kernel kernel;
-  if (kernel_by_name(name, kernel)) {
-    const bool hopper = ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
-    if (kernel != Kernel::kPipeline && !(hopper && takes(kernel, params))) {
-      fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\"");
+  for (size_t row = 0; row < kRows; ++row) {
+    if (name != table[row].name) continue;
+    const std::string clause = refusal(table[row], problem, card);
+    if (!clause.empty()) {
+      fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build",
+           "\"" + name + "\": " + clause);
     }
-    return {kernel, "kernel_name asked for it", 0, false};
+    if (reason != nullptr) *reason = "kernel_name asked for it";
+    return row;
   }
-  if (name != "auto")
-    fail(op, "kernel_name", "\"auto\" or one of the kernels \"pipeline\", \"sm90_512\", \"sm90_1024\" and \"sm90_pipeline\"",
-         "\"" + name + "\"");
-  const int64_t heads = params.batch.size[params.batch.count - 1];
-  Problem problem = {params.N / std::max<int64_t>(heads, 1),
-                     heads,
-                     heads / params.key.group,
-                     params.L,
-                     params.S,
-                     params.E,
-                     params.Ev,
-                     element_bytes(params.type),
-                     MaskKind::kNone,
-                     params.causal,
-                     params.dropout.seed != nullptr,
-                     10 * major + minor,
-                     not_for_tma};
-  problem.mask = params.mask_type == MaskType::kNone   ? MaskKind::kNone
-                 : params.mask_type == MaskType::kBool ? MaskKind::kBool
-                                                       : MaskKind::kFloat;
-  Plan plan = make_plan(problem, params.workspace_bytes);
-  if (!takes(plan.kernel, params)) {
-    plan = {Kernel::kPipeline, std::string(kernel_name(plan.kernel)) + " counts tiles in 32 bits, and here are more", 0, false};
-  }
-  return plan;
+  fail(op, "kernel_name", "\"auto\" or " + names_of(table), "\"" + name + "\"");
 }
 
 }  // namespace attention_ext

@@ -4,18 +4,12 @@
 #include <tuple>
 
 #include "binding/checks.h"
+#include "binding/choice.h"
 #include "core/tensors.h"
 #include "linear/params.h"
 
 namespace attention_ext {
 namespace {
-
-bool is_hopper(int32_t device) {
-  int major = 0, minor = 0;
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  return ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
-}
 
 // A vector of one number per feature, or none.
 struct Vector {
@@ -75,19 +69,18 @@ void run_linear(const char* op, const LinearParams& params, LinearKernel kernel,
   check_status(op, linear(params, kernel, data_of(workspace), current_stream(device)), device);
 }
 
-constexpr std::pair<const char*, LinearKernel> kKernels[] = {
-    {"tiled", LinearKernel::kTiled}, {"split_half", LinearKernel::kSplitHalf}, {"sm90_split_half", LinearKernel::kWgmma}};
-
-LinearKernel kernel_of(const char* op, const std::string& name, const LinearParams& params, int32_t device) {
-  const bool hopper = is_hopper(device);
-  if (name == "auto") return choose_linear(params, hopper).kernel;
-  for (const auto& [known, kernel] : kKernels) {
-    if (name != known) continue;
-    if (!linear_takes(params, kernel, hopper))
-      fail(op, "kernel_name", "a kernel that takes this problem on this card", "\"" + name + "\"");
-    return kernel;
-  }
-  fail(op, "kernel_name", "\"auto\", \"tiled\", \"split_half\" or \"sm90_split_half\"", "\"" + name + "\"");
+// The kernel of a name, or for "auto" the table's choice.
+LinearKernel kernel_of(const char* op, const std::string& name, const LinearParams& params, int32_t device,
+                       std::string* reason = nullptr) {
+  const BatchDims one = {{1}, 1};
+  const int64_t element = element_bytes(params.type);
+  const LinearProblem problem = {params.M,
+                                 params.N,
+                                 params.K,
+                                 params.type,
+                                 operand_of(one, params.input, params.M, element),
+                                 operand_of(one, params.weight, params.N, element)};
+  return static_cast<LinearKernel>(choose_row(op, kLinearKernels, name, problem, device_info(device), 0, reason));
 }
 
 // (..., K) as a matrix (rows, K), a copy where strides ask for one.
@@ -125,11 +118,9 @@ std::tuple<std::string, std::string> linear_plan(Tensor input, Tensor weight, Op
   const char* op = "linear_plan";
   if (!input.defined()) fail(op, "input", "a tensor", "None");
   const int32_t device = input.get_device_index();
-  const LinearPlan plan = choose_linear(check_linear(op, input, weight, bias), is_hopper(device));
-  for (const auto& [name, kernel] : kKernels) {
-    if (kernel == plan.kernel) return {name, plan.reason};
-  }
-  throw std::runtime_error("attention_ext: the plan named a kernel without a name");
+  std::string reason;
+  const LinearKernel kernel = kernel_of(op, "auto", check_linear(op, input, weight, bias), device, &reason);
+  return {kLinearKernels[static_cast<size_t>(kernel)].name, reason};
 }
 
 Tensor linear_float32(Tensor input, Tensor weight, OptionalTensor bias) {

@@ -3,15 +3,20 @@
 #include <Python.h>
 #include <torch/csrc/stable/library.h>
 
+#include <array>
 #include <cstdint>
+#include <initializer_list>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
+#include <variant>
 #include <vector>
 
 #include "binding/batch_dims.h"
 #include "core/tensors.h"
-#include "plan/plan.h"
+#include "plan/kernels.h"
 
 namespace attention_ext {
 namespace {
@@ -21,27 +26,91 @@ std::tuple<std::string, std::string, int64_t, std::string> build_info() {
   return {ATTENTION_EXT_VERSION, ATTENTION_EXT_CSRC, ATTENTION_EXT_CUDA_MAJOR, ATTENTION_EXT_BUILT_FOR};
 }
 
-// sizes: B, Hq, Hk, L, S, E, Ev. mask: "none", "bool" or "float".
-std::tuple<std::string, std::string, int64_t, bool> plan(std::vector<int64_t> sizes, int64_t element_size, std::string mask,
-                                                         bool is_causal, bool dropout, int64_t capability, bool tma_operands,
-                                                         int64_t workspace_bytes) {
-  if (sizes.size() != 7) throw std::runtime_error("plan: sizes: expected B, Hq, Hk, L, S, E, Ev");
-  MaskKind kind = mask == "bool" ? MaskKind::kBool : mask == "float" ? MaskKind::kFloat : MaskKind::kNone;
-  Problem problem{sizes[0],
-                  sizes[1],
-                  sizes[2],
-                  sizes[3],
-                  sizes[4],
-                  sizes[5],
-                  sizes[6],
-                  element_size,
-                  kind,
-                  is_causal,
-                  dropout,
-                  capability,
-                  tma_operands ? "" : "TMA cannot read them"};
-  Plan made = make_plan(problem, workspace_bytes);
-  return {kernel_name(made.kernel), made.reason, made.workspace_bytes, made.preferred};
+template <class Table>
+std::vector<std::string> names(const Table& table) {
+  std::vector<std::string> found;
+  for (const auto& row : table) found.push_back(row.name);
+  return found;
+}
+
+std::vector<std::string> kernels(std::string table) {
+  if (table == "forward") return names(kForwardKernels);
+  if (table == "backward") return names(kBackwardKernels);
+  if (table == "linear") return names(kLinearKernels);
+  throw std::runtime_error("kernels: table: expected \"forward\", \"backward\" or \"linear\", got \"" + table + "\"");
+}
+
+using Field = std::pair<const char*, std::variant<int64_t*, bool*, DataType*, MaskType*>>;
+bool assign(std::initializer_list<Field> fields, const std::string& name, int64_t value) {
+  for (const auto& [known, place] : fields) {
+    if (name != known) continue;
+    std::visit([&](auto* field) { *field = static_cast<std::remove_pointer_t<decltype(field)>>(value); }, place);
+    return true;
+  }
+  return false;
+}
+bool assign_operand(const char* prefix, Operand& operand, const std::string& name, int64_t value) {
+  const size_t length = std::string(prefix).size();
+  return name.compare(0, length, prefix) == 0 && assign({{"columns_adjacent", &operand.columns_adjacent},
+                                                         {"rows_apart", &operand.rows_apart},
+                                                         {"heads_apart", &operand.heads_apart},
+                                                         {"strides_in_range", &operand.strides_in_range},
+                                                         {"matrices", &operand.matrices},
+                                                         {"row_alignment", &operand.row_alignment}},
+                                                        name.substr(length), value);
+}
+bool assign(Problem& p, const std::string& name, int64_t value) {
+  return assign({{"N", &p.N},
+                 {"L", &p.L},
+                 {"S", &p.S},
+                 {"E", &p.E},
+                 {"Ev", &p.Ev},
+                 {"key_group", &p.key_group},
+                 {"value_group", &p.value_group},
+                 {"batch_dims", &p.batch_dims},
+                 {"type", &p.type},
+                 {"mask", &p.mask},
+                 {"mask_rows", &p.mask_rows},
+                 {"causal", &p.causal},
+                 {"dropout", &p.dropout}},
+                name, value) ||
+         assign_operand("query.", p.query, name, value) || assign_operand("key.", p.key, name, value) ||
+         assign_operand("value.", p.value, name, value);
+}
+bool assign(LinearProblem& p, const std::string& name, int64_t value) {
+  return assign({{"M", &p.M}, {"N", &p.N}, {"K", &p.K}, {"type", &p.type}}, name, value) ||
+         assign_operand("input.", p.input, name, value) || assign_operand("weight.", p.weight, name, value);
+}
+
+using Plan = std::tuple<std::string, std::string, int64_t, bool, std::vector<std::string>, std::vector<int64_t>>;
+template <class Facts, size_t kRows>
+Plan plan_of(const std::array<KernelRow<Facts>, kRows>& table, const std::vector<std::string>& facts,
+             const std::vector<int64_t>& values, const DeviceInfo& card, int64_t cap) {
+  Facts problem;
+  for (size_t i = 0; i < facts.size(); ++i) {
+    if (!assign(problem, facts[i], values.at(i))) throw std::runtime_error("plan: facts: there is none called " + facts[i]);
+  }
+  const Choice<Facts, kRows> choice(table, problem, card, cap);
+  const auto& chosen = table[choice.row()];
+  const int64_t workspace = chosen.workspace == nullptr ? 0 : chosen.workspace(problem, card, cap);
+  bool is_preferred = false;
+  if constexpr (std::is_same_v<Facts, Problem>) is_preferred = preferred(problem, card);
+  std::vector<std::string> refusals;
+  std::vector<int64_t> costs;
+  for (const auto& row : table) {
+    refusals.push_back(refusal(row, problem, card));
+    costs.push_back(row.cost(problem, card, cap));
+  }
+  return {chosen.name, choice.reason(), workspace, is_preferred, refusals, costs};
+}
+
+// The plan for a problem of these facts (plan/problem.h; of an operand as "key.row_alignment"), on a card that need not be there.
+Plan plan(std::string table, std::vector<std::string> facts, std::vector<int64_t> values, int64_t capability, int64_t sms,
+          int64_t workspace_bytes) {
+  const DeviceInfo card = {capability, sms};
+  if (table == "linear") return plan_of(kLinearKernels, facts, values, card, workspace_bytes);
+  if (table == "backward") return plan_of(kBackwardKernels, facts, values, card, workspace_bytes);
+  return plan_of(kForwardKernels, facts, values, card, workspace_bytes);
 }
 
 // What no kernel takes more of: rows or columns of a matrix, leading dims that do not merge.
@@ -105,14 +174,16 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
   // Rules of the kernels that the checks in Python ask for, told by sizes and strides alone.
   m.def("limits() -> (int rows_and_cols, int batch_dims)");
   m.def("batch_dims_merge(int[] sizes, int[] ranks, int[] own, int[] strides, bool enable_gqa) -> bool");
+  // The names of a table of kernels, "forward", "backward" or "linear", in its order; and what it makes of a problem, for tests.
+  m.def("kernels(str table) -> str[]");
   m.def(
-      "plan(int[] sizes, int element_size, str mask, bool is_causal, bool dropout, int capability, bool tma_operands, "
-      "int workspace_bytes) "
-      "-> (str, str, int, bool)");
+      "plan(str table, str[] facts, int[] values, int capability, int sms, int workspace_bytes) "
+      "-> (str kernel, str reason, int workspace, bool preferred, str[] refusals, int[] costs)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CompositeExplicitAutograd, m) {
   m.impl("build_info", TORCH_BOX(&attention_ext::build_info));
+  m.impl("kernels", TORCH_BOX(&attention_ext::kernels));
   m.impl("plan", TORCH_BOX(&attention_ext::plan));
   m.impl("limits", TORCH_BOX(&attention_ext::limits));
   m.impl("batch_dims_merge", TORCH_BOX(&attention_ext::batch_dims_merge));

@@ -47,15 +47,6 @@ cudaError_t encode(CUtensorMap& map, DataType type, void* data, const cuuint64_t
 
 }  // namespace
 
-bool tensor_map_takes(const BatchDims& batch, const MatrixView& view, int64_t rows) {
-  constexpr int64_t kLargestStride = int64_t{1} << 38;  // elements; 2^40 bytes is TMA's limit
-  if (!view.vector || batch.count > kRank - kMatrixDims || (rows > 1 && view.row_stride <= 0)) return false;
-  for (int dim = 0; dim < batch.count; ++dim) {
-    if (view.batch_stride[dim] < 0 || view.batch_stride[dim] >= kLargestStride) return false;
-  }
-  return view.row_stride < kLargestStride;
-}
-
 cudaError_t make_tensor_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int64_t rows,
                             int64_t cols, int box_rows) {
   const uint64_t element = static_cast<uint64_t>(element_bytes(type));

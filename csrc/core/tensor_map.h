@@ -1,4 +1,4 @@
-// Tensor maps for TMA, from the views that kernels share.
+// Tensor maps for TMA, from the views that kernels share; of operands that TMA reads (core/operand.h).
 #pragma once
 
 #include <cuda.h>
@@ -7,10 +7,6 @@
 #include "core/tensors.h"
 
 namespace attention_ext {
-
-// Whether TMA takes the view's matrices: adjacent columns, rows on 16-byte boundaries that do not overlap, at most three
-// batch dims. `rows` of the matrix.
-bool tensor_map_takes(const BatchDims& batch, const MatrixView& view, int64_t rows);
 
 // The map of a view (batch dims..., rows, cols), innermost first: cols, rows, then up to three batch dims (the last one divided by
 // the view's group; one entry where it is broadcast). Boxes of box_rows x 64 columns, swizzled by 128 bytes; zeros outside.

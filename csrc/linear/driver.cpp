@@ -4,7 +4,7 @@
 // small, and are multiplied on Tensor Cores, on Hopper by wgmma. Tiles that this marks as suspect are then made anew on CUDA cores,
 // which make all sums of few products. Half types on Hopper: wgmma, where TMA takes the operands. All else: tiled_linear.cu.
 #include "core/arithmetic.h"
-#include "core/tensor_map.h"
+#include "core/device_info.h"
 #include "core/tensors.h"
 #include "gemm/split_half/params.h"
 #include "linear/params.h"
@@ -24,14 +24,14 @@ struct SplitHalfPlan {
 int64_t tiles_of(int64_t count) { return ceil_div(count, kLinearTile); }
 
 SplitHalfPlan plan_split_half(const LinearParams& params) {
-  constexpr int64_t kSms = 132;  // of an H100 or H200; elsewhere the choice is only a little worse
+  const int64_t sms = current_device_info().sms;
   SplitHalfPlan plan = {};
   plan.pitch = round_up(params.K, 8);
   const int64_t in_cap = std::max<int64_t>(kTermBytes / (4 * plan.pitch) / kLinearTile, 1);  // tiles
   plan.rows = even_piece(params.M, in_cap * kLinearTile, kLinearTile, kLinearTile);
   // Persistent CTAs take tile after tile, so whole rounds are the best parts.
-  const int64_t row_tiles = tiles_of(plan.rows), rounds = in_cap * row_tiles / kSms;
-  const int64_t columns = rounds > 0 ? std::max<int64_t>(rounds * kSms / row_tiles, 1) : in_cap;
+  const int64_t row_tiles = tiles_of(plan.rows), rounds = in_cap * row_tiles / sms;
+  const int64_t columns = rounds > 0 ? std::max<int64_t>(rounds * sms / row_tiles, 1) : in_cap;
   plan.features = std::min(columns * kLinearTile, params.N);
   plan.weight_at = round_up(4 * plan.rows * plan.pitch, kWorkspaceAlignment);
   plan.input_rows_at = plan.weight_at + round_up(4 * plan.features * plan.pitch, kWorkspaceAlignment);
@@ -42,9 +42,6 @@ SplitHalfPlan plan_split_half(const LinearParams& params) {
 }
 
 bool empty(const LinearParams& params) { return params.M == 0 || params.N == 0; }
-
-// Sums up to here run on CUDA cores: only the rounding errors of longer ones exceed what two half terms leave out.
-constexpr int64_t kLongSum = 512;
 
 bool by_split_half(const LinearParams& params, LinearKernel kernel) {
   return kernel == LinearKernel::kSplitHalf || (kernel == LinearKernel::kWgmma && params.type == DataType::kFloat);
@@ -123,32 +120,6 @@ cudaError_t multiply_split_half(const LinearParams& params, LinearKernel kernel,
 }
 
 }  // namespace
-
-bool linear_takes(const LinearParams& params, LinearKernel kernel, bool hopper) {
-  const bool not_empty = params.K > 0 && !empty(params), is_float = params.type == DataType::kFloat;
-  const BatchDims one = {{1}, 1};
-  switch (kernel) {
-    case LinearKernel::kTiled: return true;
-    case LinearKernel::kSplitHalf: return not_empty && is_float;
-    case LinearKernel::kWgmma:
-      return hopper && not_empty && params.type != DataType::kDouble &&
-             (is_float || (tensor_map_takes(one, params.input, params.M) && tensor_map_takes(one, params.weight, params.N)));
-  }
-  return false;
-}
-
-LinearPlan choose_linear(const LinearParams& params, bool hopper) {
-  const bool is_float = params.type == DataType::kFloat;
-  if (is_float && params.K <= kLongSum) return {LinearKernel::kTiled, "sums of up to 512 products run on CUDA cores"};
-  if (linear_takes(params, LinearKernel::kWgmma, hopper)) {
-    return {LinearKernel::kWgmma, is_float ? "on Hopper float32 runs on Tensor Cores as two half terms"
-                                           : "on Hopper half types run on its Tensor Cores"};
-  }
-  if (linear_takes(params, LinearKernel::kSplitHalf, hopper)) {
-    return {LinearKernel::kSplitHalf, "float32 runs on Tensor Cores as two half terms"};
-  }
-  return {LinearKernel::kTiled, "it takes every dtype, size and stride, and no faster kernel takes this problem"};
-}
 
 int64_t linear_workspace(const LinearParams& params, LinearKernel kernel) {
   return by_split_half(params, kernel) ? plan_split_half(params).bytes : 0;

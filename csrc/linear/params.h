@@ -80,16 +80,9 @@ cudaError_t launch_column_statistics(const LinearParams& params, cudaStream_t st
 cudaError_t launch_batch_norm(const BatchNormParams& params, cudaStream_t stream);
 cudaError_t launch_norm_softmax(const NormSoftmaxParams& params, cudaStream_t stream);
 
-// The kernel of the product: sm80/tiled_linear.cu; for float sm80/split_half_linear.cu; on Hopper sm90/wgmma_linear.cu, float by
-// split_half.
+// The rows of kLinearKernels (plan/kernels.h), in their order: sm80/tiled_linear.cu; for float sm80/split_half_linear.cu; on Hopper
+// sm90/wgmma_linear.cu, float by split_half.
 enum class LinearKernel { kTiled, kSplitHalf, kWgmma };
-struct LinearPlan {
-  LinearKernel kernel;
-  const char* reason;  // a clause
-};
-// Whether a kernel can run a problem, and the one to run.
-bool linear_takes(const LinearParams& params, LinearKernel kernel, bool hopper);
-LinearPlan choose_linear(const LinearParams& params, bool hopper);
 
 // Host driver of the linear layer with its statistics.
 int64_t linear_workspace(const LinearParams& params, LinearKernel kernel);

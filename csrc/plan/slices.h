@@ -21,14 +21,14 @@ struct ForwardSlices {
   int64_t bytes;
 };
 
+constexpr int64_t kWgmmaTileRows = 128, kWgmmaTileCols = 256;  // of the products by wgmma (gemm/sm90/tile.cuh)
+
 // Matrices of a slice, `limit` at most, for products whose CTAs stay, one on each of a card's sms, and take tile after tile: the
-// number that needs the fewest rounds in all. 132: an H100 or H200; elsewhere the choice is only a little worse.
-inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t limit) {
-  constexpr int64_t kSms = 132, kTileRows = 128, kTileCols = 256;
-  const auto pieces = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+// number that needs the fewest rounds in all.
+inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t limit, int64_t sms) {
   const auto rounds = [&](int64_t matrices) {
-    const int64_t row_tiles = matrices * pieces(L, kTileRows);
-    return pieces(row_tiles * pieces(S, kTileCols), kSms) + pieces(row_tiles * pieces(Ev, kTileCols), kSms);
+    const int64_t row_tiles = matrices * ceil_div(L, kWgmmaTileRows);
+    return ceil_div(row_tiles * ceil_div(S, kWgmmaTileCols), sms) + ceil_div(row_tiles * ceil_div(Ev, kWgmmaTileCols), sms);
   };
   int64_t best = std::min(limit, N), fewest = -1;
   const int64_t least = std::max(best / 2, best - 64);  // the more there are, the less it matters
@@ -42,9 +42,9 @@ inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_
   return std::max<int64_t>(best, 1);
 }
 
-// N matrices of (L, S) scores for tensors of `element` bytes; at least one row, whatever the cap.
+// N matrices of (L, S) scores for tensors of `element` bytes; at least one row, whatever the cap. sms: of the card; only for wgmma_products.
 inline ForwardSlices forward_slices(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t element, int64_t workspace_cap,
-                                    bool wgmma_products) {
+                                    bool wgmma_products, int64_t sms) {
   const int64_t statistic = element == 8 ? 8 : 4;
   ForwardSlices slices = {};
   slices.pitch = slice_pitch(S);
@@ -56,7 +56,7 @@ inline ForwardSlices forward_slices(int64_t N, int64_t L, int64_t S, int64_t Ev,
   if (rows_in_cap >= L) {
     const int64_t limit = rows_in_cap / std::max<int64_t>(L, 1);
     slices.batches =
-        wgmma_products ? fewest_rounds(N, L, S, Ev, std::min<int64_t>(limit, 1 << 12)) : even_piece(N, limit, 1, 1);
+        wgmma_products ? fewest_rounds(N, L, S, Ev, std::min<int64_t>(limit, 1 << 12), sms) : even_piece(N, limit, 1, 1);
     slices.rows = L;
   } else {
     slices.batches = 1;

@@ -1,144 +1,234 @@
-"""The plan: pure host arithmetic, no GPU needed."""
+"""The tables of kernels and the choice from them: pure host arithmetic, no GPU needed."""
+
+from __future__ import annotations
 
 import random
+import re
 
 import pytest
 import torch
+from bench_modules import SHAPES
+from choice import CAP, Plan, planned
+from kernels import KERNELS
 
 import attention_ext
 
-CAP = 128 << 20
+OPS = torch.ops.attention_ext
+FORWARD = ("pipeline", "sm90_512", "sm90_1024", "sm90_pipeline")
+OPERANDS = ("query", "key", "value")
+HALF, BFLOAT16, FLOAT, DOUBLE = range(4)  # DataType
+BOOL, SAME_AS_QUERY = 1, 2  # MaskType
+NO_COST = 2**63 - 1
 
 
-def plan(
-    sizes: list[int],
-    element: int = 2,
-    mask: str = "none",
-    causal: bool = False,
-    cap: int = CAP,
-    capability: int = 90,
-    tma_operands: bool = True,
-) -> tuple:
-    return torch.ops.attention_ext.plan(sizes, element, mask, causal, False, capability, tma_operands, cap)
+def plan(table: str = "forward", capability: int = 90, sms: int = 132, cap: int = CAP, **facts: int) -> Plan:
+    """Facts of operands as key__row_alignment."""
+    names = [name.replace("__", ".") for name in facts]
+    return Plan(*OPS.plan(table, names, [int(value) for value in facts.values()], capability, sms, cap))
+
+
+def against(kernel: str, table: str = "forward", **facts: int) -> str:
+    return plan(table, **facts).refusals[OPS.kernels(table).index(kernel)]
 
 
 def needs_hopper_kernels() -> None:
-    if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
+    if "9.0a" not in OPS.build_info()[3]:
         pytest.skip("this build has no kernels for Hopper")
 
 
-def test_problem_97() -> None:
-    kernel, reason, workspace, preferred = plan([32, 32, 32, 512, 512, 1024, 1024], capability=80)
-    assert kernel == "pipeline"
-    assert reason
-    assert 0 < workspace <= CAP
-    assert preferred is False
+def test_tables() -> None:
+    assert tuple(OPS.kernels("forward")) == FORWARD == tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
+    assert OPS.kernels("backward") == ["pipeline"]
+    assert OPS.kernels("linear") == ["tiled", "split_half", "sm90_split_half"]
+    with pytest.raises(RuntimeError, match='kernels: table: expected "forward", "backward" or "linear", got "none"'):
+        OPS.kernels("none")
+    with pytest.raises(RuntimeError, match="plan: facts: there is none called width"):
+        plan(width=3)
+
+
+TYPICAL = {"N": 8, "L": 1024, "S": 1024, "E": 512, "Ev": 512}
+FUSED, SM90 = ("sm90_512", "sm90_1024"), FORWARD[1:]
+REFUSALS = [  # who refuses, for which facts, in which words
+    *((SM90, {size: 0}, "it does not take sizes of 0") for size in TYPICAL),
+    (SM90, {"type": FLOAT}, "it takes float16 and bfloat16, not float32"),
+    (SM90, {"type": DOUBLE}, "it takes float16 and bfloat16, not float64"),
+    (SM90, {"S": (1 << 18) + 1}, "it loses precision beyond 262144 keys"),
+    (SM90, {"N": 1 << 31, "L": 1}, "it counts heads in 32 bits, and here are more"),
+    *((SM90, {f"{name}__columns_adjacent": 0}, f"{name}'s columns are not adjacent in memory") for name in OPERANDS),
+    (SM90, {"query__row_alignment": 8}, "query's rows do not all begin on 16-byte boundaries"),
+    (SM90, {"key__rows_apart": 0}, "key's rows are broadcast or run backwards"),
+    (SM90, {"value__strides_in_range": 0}, "value's strides are negative or 2^40 bytes and more"),
+    (SM90, {"batch_dims": 4}, "strides keep 4 leading dims apart, and it takes 3"),
+    (FUSED, {"batch_dims": 3, "key_group": 2, "value_group": 2}, "strides keep 3 leading dims apart, and it takes 2"),
+    (FUSED, {"key_group": 4, "value_group": 2}, "key and value have different head counts"),
+    (FUSED, {"key_group": 65, "value_group": 65, "N": 65}, "more than 64 query heads share a key head"),
+    (FUSED, {"key_group": 2, "value_group": 2, "query__heads_apart": 0}, "query's heads, of which several share a key head,"),
+    (FUSED, {"L": (1 << 31) - 1024, "N": 1}, "it counts rows and tiles in 32 bits, and here are more"),
+    (FUSED, {"L": 1 << 26, "N": 1 << 12, "Ev": 128}, "it counts rows and tiles in 32 bits, and here are more"),
+    (("sm90_512",), {"E": 513}, "it takes head dims up to 512"),
+    (("sm90_512",), {"Ev": 513}, "it takes head dims up to 512"),
+    (FUSED, {"E": 1025}, "it takes head dims up to "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernels", "facts", "words"), REFUSALS)
+def test_refusals(kernels: tuple[str, ...], facts: dict[str, int], words: str) -> None:
+    """Every clause, each from just the kernels that it belongs to; the pipeline refuses nothing."""
     needs_hopper_kernels()
-    kernel, reason, workspace, preferred = plan([32, 32, 32, 512, 512, 1024, 1024])
-    assert kernel == "sm90_pipeline" and reason and 0 < workspace <= CAP and preferred
+    found = plan(**TYPICAL | facts)
+    for name, clause in zip(FORWARD, found.refusals, strict=True):
+        assert clause.startswith(words) if name in kernels else clause == "", (name, clause)
+    assert found.kernel not in kernels
 
 
-def test_what_the_kernels_for_hopper_take() -> None:
+def test_limits_are_taken() -> None:
+    """One step inside each limit nobody refuses."""
     needs_hopper_kernels()
-    shape = [1, 8, 2, 1024, 1024]
-    for E, Ev in ((257, 257), (512, 512), (64, 320), (512, 8), (64, 64)):
-        assert plan([*shape, E, Ev])[:3:2] == ("sm90_512", 0)
-        assert plan([*shape, E, Ev], mask="float", causal=False)[0] == "sm90_512"
-    for E, Ev in ((513, 512), (512, 520), (1024, 1024), (2000, 8)):
-        assert plan([*shape, E, Ev])[0] == "sm90_pipeline"
-    assert plan([*shape, 512, 512], capability=80)[0] == "pipeline"
-    assert plan([*shape, 512, 512], capability=100)[0] == "pipeline"
-    assert plan([*shape, 512, 512], element=4)[0] == "pipeline"
-    assert plan([*shape, 512, 512], tma_operands=False)[0] == "pipeline"
-    assert plan([1, 8, 2, 1024, 0, 512, 512])[0] == "pipeline"
-    assert plan([*shape, 0, 512])[0] == "pipeline"
-    assert plan([1, 8, 2, 1024, 1 << 18, 512, 512])[0] == "sm90_512"
-    assert plan([1, 8, 2, 1024, (1 << 18) + 1, 512, 512])[0] == "pipeline"
+    for facts in ({"S": 1 << 18}, {"batch_dims": 3}, {"key_group": 64, "value_group": 64, "N": 64, "batch_dims": 2},
+                  {"query__heads_apart": 0}, {"query__row_alignment": 16, "key__row_alignment": 32}, {"type": BFLOAT16},
+                  {"S": 1 << 20, "L": 8, "causal": 1}):  # fmt: skip
+        assert not any(plan(**TYPICAL | facts).refusals), facts
+    assert not against("sm90_1024", **TYPICAL | {"E": 1024, "Ev": 5000}) and not against("sm90_pipeline", **TYPICAL | {"E": 5000})
 
 
-@pytest.mark.parametrize(
-    ("sizes", "causal", "kernel"),
-    [
-        ([64, 8, 8, 64, 64, 768, 768], False, "sm90_1024"),
-        ([16, 16, 16, 128, 128, 640, 640], False, "sm90_1024"),
-        ([32, 8, 8, 64, 64, 1024, 1024], False, "sm90_1024"),
-        ([64, 8, 8, 128, 128, 1024, 1024], False, "sm90_pipeline"),
-        ([1, 8, 8, 4096, 64, 1024, 1024], False, "sm90_pipeline"),
-        ([4, 8, 8, 256, 256, 1024, 1024], False, "sm90_1024"),
-        ([16, 16, 16, 256, 256, 768, 768], False, "sm90_pipeline"),
-        ([16, 16, 16, 256, 256, 768, 768], True, "sm90_1024"),
-        ([1, 8, 8, 127, 4096, 1024, 1024], True, "sm90_1024"),
-        ([1, 8, 8, 127, 4096, 512, 512], True, "sm90_512"),
-    ],
-)
-def test_short_problems(sizes: list[int], causal: bool, kernel: str) -> None:
-    """Few keys above head dim 512, as measured; keys behind the last query do not count in causal attention."""
+def test_cards() -> None:
+    for capability, words in ((80, "it needs compute capability 9.0, not 8.0"), (100, "it needs compute capability 9.0, not 10.0")):
+        found = plan(**TYPICAL, capability=capability)
+        assert found.refusals == ["", words, words, words] and found.kernel == "pipeline"
+        assert re.fullmatch(rf"no other kernel takes it; sm90_512 would take \d+ us, but {words}", found.reason)
+        assert 0 < found.workspace <= CAP and not found.preferred
+
+
+def test_reason_names_the_fastest_that_refused() -> None:
     needs_hopper_kernels()
-    assert plan(sizes, causal=causal)[0] == kernel
+    plain = plan(**TYPICAL)
+    assert plain.kernel == "sm90_512" and re.fullmatch(r"its estimate of \d+ us is the lowest, before \w+'s \d+ us", plain.reason)
+    spoiled = plan(**TYPICAL | {"value__row_alignment": 8})
+    words = "value's rows do not all begin on 16-byte boundaries"
+    assert re.fullmatch(rf"no other kernel takes it; sm90_512 would take \d+ us, but {words}", spoiled.reason)
+    grouped = plan(**TYPICAL | {"key_group": 4, "value_group": 2, "L": 64})
+    assert grouped.kernel == "sm90_pipeline"
+    assert re.search(r"; sm90_512 would take \d+ us, but key and value have different head counts$", grouped.reason)
+    wide = plan(**TYPICAL | {"E": 2000, "Ev": 2000})  # what has no tile for the head dims has no estimate either
+    assert wide.costs[1:3] == [NO_COST, NO_COST] and "would take" not in wide.reason
 
 
-def test_few_rows_and_short_keys() -> None:
-    """What takes over where a fused kernel has few CTAs, and above head dim 512 where problems are short."""
+def some_problems(count: int) -> list[dict[str, int]]:
+    rng = random.Random(0)
+    lengths, widths = (1, 2, 17, 64, 100, 128, 512, 1000, 2048, 8192), (8, 64, 72, 128, 264, 384, 512, 520, 768, 1024)
+    problems = []
+    for _ in range(count):
+        group = rng.choice((1, 1, 1, 2, 4, 7))
+        problem = {"N": rng.choice((1, 2, 8, 16, 100)) * group, "L": rng.choice(lengths), "S": rng.choice(lengths)}
+        problem |= {"E": rng.choice(widths), "Ev": rng.choice(widths), "key_group": group, "value_group": group}
+        problem |= rng.choice(({}, {}, {"causal": 1}, {"mask": BOOL}, {"mask": SAME_AS_QUERY, "mask_rows": 1}, {"dropout": 1}))
+        for operand in OPERANDS:
+            problem[f"{operand}__matrices"] = problem["N"] // (1 if operand == "query" else group)
+            problem[f"{operand}__row_alignment"] = rng.choice((16, 32, 64, 128, 128))
+        problems.append(problem)
+    return problems
+
+
+@pytest.mark.parametrize("sms", [132, 114, 78, 1])
+def test_more_is_never_cheaper(sms: int) -> None:
+    """Estimates are positive, and those of more queries or keys by whole tiles, of twice the heads and of half the SMs no lower.
+
+    By whole tiles, as 256 keys really are cheaper than 200 for a kernel that has another epilogue for a tile with an edge in it;
+    and with room for all in the workspace, as slices of other sizes fill rounds otherwise.
+    """
+    rng, room = random.Random(1), 1 << 50
+    for problem in some_problems(300):
+        if problem.get("causal"):
+            problem |= {"L": -(-problem["L"] // 256) * 256, "S": -(-problem["S"] // 256) * 256}
+        costs = plan(**problem, sms=sms, cap=room).costs
+        assert all(cost > 0 for cost in costs)
+        heads = {name: 2 * problem[name] for name in problem if name == "N" or name.endswith("matrices")}
+        tiles = 256 * rng.choice((1, 2, 5, 16))
+        for more in ({"L": problem["L"] + tiles}, {"S": problem["S"] + tiles}, heads):
+            for name, before, after in zip(FORWARD, costs, plan(**problem | more, sms=sms, cap=room).costs, strict=True):
+                assert after >= before, (name, problem, more)
+        for name, before, after in zip(FORWARD, costs, plan(**problem, sms=max(sms // 2, 1), cap=room).costs, strict=True):
+            assert after >= before, (name, problem)
+
+
+def test_sizes_beyond_any_memory() -> None:
+    """Estimates end somewhere instead of overflowing."""
+    huge = (1 << 31) - 1
+    found = plan(N=huge, L=huge, S=huge, E=huge, Ev=huge, query__matrices=huge, key__matrices=huge, value__matrices=huge)
+    assert found.kernel == "pipeline" and all(cost > 0 for cost in found.costs)
+
+
+def test_the_choice_is_the_cheapest_that_does_not_refuse() -> None:
     needs_hopper_kernels()
-    assert plan([1, 1, 1, 4096, 4096, 512, 512])[0] == "sm90_pipeline"
-    assert plan([1, 1, 1, 4096, 1024, 512, 512])[0] == "sm90_512"
-    assert plan([1, 1, 1, 16384, 16384, 512, 512])[0] == "sm90_512"
-    assert plan([1, 4, 4, 64, 64, 1024, 1024])[0] == "sm90_1024"
-    assert plan([1, 4, 4, 64, 4096, 1024, 1024])[0] == "sm90_pipeline"
+    for number, problem in enumerate(some_problems(200)):
+        problem |= ({}, {"value__row_alignment": 8}, {"value_group": 1}, {"batch_dims": 3})[number % 4]
+        found = plan(**problem)
+        open_to_all = [cost for cost, clause in zip(found.costs, found.refusals, strict=True) if not clause]
+        assert found.kernel == FORWARD[found.costs.index(min(open_to_all))]
+        assert found == plan(**problem)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "kernel"),
-    [
-        ([8, 32, 4, 1, 8192, 512, 512], "sm90_512"),
-        ([1, 32, 32, 1, 8192, 512, 512], "sm90_512"),
-        ([1, 8, 8, 64, 8192, 512, 512], "sm90_pipeline"),
-        ([1, 1, 1, 128, 16384, 512, 512], "sm90_pipeline"),
-        ([1, 16, 16, 64, 16384, 320, 320], "sm90_512"),
-        ([8, 32, 4, 1, 8192, 768, 768], "sm90_1024"),
-        ([4, 32, 4, 16, 4096, 768, 768], "sm90_1024"),
-        ([1, 32, 4, 1, 8192, 1024, 1024], "sm90_pipeline"),
-    ],
-)
-def test_decoding(sizes: list[int], kernel: str) -> None:
-    """Few queries a head and many keys, as measured: the pipeline multiplies 128 rows of every query head, however few."""
+def test_fewer_sms_choose_otherwise() -> None:
+    """Rounds count: a problem of just as many tiles as a card has SMs takes one on it and two on a smaller one."""
     needs_hopper_kernels()
-    assert plan(sizes)[0] == kernel
+    of_512 = [plan(N=33, L=256, S=4096, E=512, Ev=512, sms=sms).costs[1] for sms in (132, 114)]
+    assert of_512[1] > 1.9 * of_512[0]
+    kernels = {tuple(planned(shape, sms=sms).kernel for sms in (132, 78)) for shape in SHAPES["class1024"]}
+    assert any(first != second for first, second in kernels)
 
 
 def test_preferred_is_what_was_measured_faster() -> None:
     needs_hopper_kernels()
-    assert plan([1, 8, 8, 1024, 1024, 512, 512])[3] and plan([1, 8, 8, 1024, 1024, 1024, 1024])[3]
-    assert not plan([1, 8, 8, 1024, 64, 512, 512])[3] and not plan([1, 8, 8, 1024, 1024, 256, 256])[3]
-    assert not plan([1, 8, 8, 1024, 1024, 512, 512], capability=80)[3]
-    assert not plan([1, 8, 8, 1024, 1024, 512, 256])[3] and not plan([1, 8, 8, 1024, 1024, 1032, 512])[3]
+    assert plan(**TYPICAL).preferred and plan(**TYPICAL | {"E": 1024, "Ev": 1024}).preferred
+    for facts in ({"S": 64}, {"L": 64, "causal": 1}, {"Ev": 256}, {"E": 1032}, {"dropout": 1}, {"type": FLOAT}):
+        assert not plan(**TYPICAL | facts).preferred, facts
 
 
 @pytest.mark.parametrize("cap", [0, 1 << 16, 1 << 20, CAP])
 def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
-    random.seed(0)
+    rng = random.Random(0)
     for _ in range(300):
-        B, H, L, S = (random.choice([1, 2, 3, 8, 100, 1000, 4096, 100_000]) for _ in range(4))
-        element = random.choice([2, 4, 8])
-        row = 2 * (S + 8) * max(element, 4) + 2048
+        N, L, S = (rng.choice([1, 2, 3, 8, 100, 1000, 4096, 100_000]) for _ in range(3))
+        dtype = rng.choice([HALF, FLOAT, DOUBLE])
+        row = 2 * (S + 8) * max({HALF: 2, FLOAT: 4, DOUBLE: 8}[dtype], 4) + 2048
         for capability, E in ((80, 64), (90, 600)):
-            kernel, _, workspace, _ = plan([B, H, H, L, S, E, E], element, cap=cap, capability=capability)
-            assert workspace <= max(cap, row)
-            assert (workspace == 0) == (kernel in ("sm90_512", "sm90_1024"))
+            found = plan(N=N, L=L, S=S, E=E, Ev=E, type=dtype, cap=cap, capability=capability)
+            assert found.workspace <= max(cap, row)
+            assert (found.workspace == 0) == (found.kernel in FUSED)
+    assert plan(**TYPICAL | {"N": 0}).workspace == plan(**TYPICAL | {"L": 0}).workspace == 0
 
 
-def test_nothing_to_do_takes_no_workspace() -> None:
-    assert plan([0, 4, 4, 5, 5, 8, 8])[2] == 0
-    assert plan([2, 4, 4, 0, 5, 8, 8])[2] == 0
+LINEAR = [  # facts, capability, the kernel, a part of the reason
+    ({"K": 512}, 90, "tiled", "; sm90_split_half would take .*, but sums of up to 512 products run on CUDA cores"),
+    ({"K": 513}, 90, "sm90_split_half", "is the lowest, before split_half's"),
+    ({"K": 513}, 80, "split_half", "but it needs compute capability 9.0, not 8.0"),
+    ({"K": 4096, "type": BFLOAT16}, 90, "sm90_split_half", "is the lowest, before tiled's"),
+    ({"K": 4096, "type": HALF, "weight__row_alignment": 8}, 90, "tiled", "but weight's rows do not all begin on"),
+    ({"K": 4096, "type": HALF, "input__columns_adjacent": 0}, 90, "tiled", "but input's columns are not adjacent in memory"),
+    ({"K": 4096, "weight__row_alignment": 4}, 90, "sm90_split_half", "is the lowest"),
+    ({"K": 4096, "type": DOUBLE}, 90, "tiled", "; sm90_split_half would take .*, but it does not take float64"),
+    ({"K": 4096, "type": HALF}, 80, "tiled", "but it needs compute capability 9.0"),
+    ({"K": 0}, 90, "tiled", "no other kernel takes it"),
+]
 
 
-def test_sizes_are_checked() -> None:
-    with pytest.raises(RuntimeError, match="sizes: expected"):
-        plan([1, 2, 3])
+@pytest.mark.parametrize(("facts", "capability", "kernel", "reason"), LINEAR)
+@pytest.mark.parametrize(("M", "N"), [(1, 1), (128, 8192), (700, 128), (4096, 4096)])
+def test_linear(facts: dict[str, int], capability: int, kernel: str, reason: str, M: int, N: int) -> None:
+    needs_hopper_kernels()
+    found = plan("linear", capability, M=M, N=N, **{"type": FLOAT} | facts)
+    assert found.kernel == kernel and re.search(reason, found.reason), found
+    assert against("split_half", "linear", M=M, N=N, K=4096, type=HALF) == "it takes float32 alone"
+    assert against("split_half", "linear", M=M, N=N, K=64) == "", "by its name it runs short sums too"
+
+
+def test_backward() -> None:
+    found = plan("backward", **TYPICAL)
+    assert found.kernel == "pipeline" and found.reason == "no other kernel takes it" and found.refusals == [""]
 
 
 def test_build_says_what_it_is() -> None:
-    version, csrc, major, built_for = torch.ops.attention_ext.build_info()
+    version, csrc, major, built_for = OPS.build_info()
     assert version == attention_ext.__version__
     assert csrc
     assert (major == 0) == (built_for == "") == version.endswith("+cpu")

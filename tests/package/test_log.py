@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import random
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from helpers import leaves, normal, qkv, sdpa, sdpa_forward, sdpa_with_lse
 from kernels import KERNELS, params
+from random_cases import build, draw_case
+from randomised import kernels_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -97,8 +101,8 @@ def test_the_kernels_differ() -> None:
         ("value off by two bytes", lambda q, k, v: (q, k, _shifted(v)), "value's rows do not all begin on 16-byte boundaries"),
         ("key off by two bytes", lambda q, k, v: (q, _shifted(k), v), "key's rows do not all begin on 16-byte boundaries"),
         ("query by columns", lambda q, k, v: (q.mT.contiguous().mT, k, v), "query's columns are not adjacent in memory"),
-        ("broadcast rows", lambda q, k, v: (q, k, v[:, :, :1].expand(v.shape)), "value's strides are broadcast along rows"),
-        ("rank 6", lambda q, k, v: (q[None, None], k[None, None], v[None, None]), "query has more than 5 dims"),
+        ("broadcast rows", lambda q, k, v: (q, k, v[:, :, :1].expand(v.shape)), "value's rows are broadcast"),
+        ("four leading dims", lambda q, k, v: tuple(map(_reversed, (q, k, v))), "strides keep 4 leading dims apart"),
         ("no keys", lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "sizes of 0"),
         ("float32", lambda q, k, v: (q.float(), k.float(), v.float()), "float32"),
     ],
@@ -116,6 +120,28 @@ def test_the_reason_names_the_cause(name: str, spoil, reason: str, lines) -> Non
 
 def _shifted(t: Tensor) -> Tensor:
     return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)
+
+
+def _reversed(t: Tensor) -> Tensor:
+    """Twice the heads as four leading dims of 2, the last one slowest."""
+    return t.repeat(2, 1, 1, 1).view(2, 2, 2, 2, *t.shape[-2:]).permute(3, 2, 1, 0, 4, 5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(8))
+def test_random_cases_run_what_explain_says(part: int, lines) -> None:
+    """explain, the log and the profiler agree on the kernel, whatever the sizes, strides and masks."""
+    for seed in range(20 * part, 20 * part + 20):
+        case = draw_case(random.Random(seed), kernels_of("cuda"))
+        q, k, v, mask = (None if placed is None else placed.view for placed in build(case, "cuda")[0])
+        if 0 in (*case.scores, case.query[-1], case.value[-1]):
+            continue  # kernels without a tile are not launched
+        options = {"is_causal": case.causal, "scale": case.scale, "enable_gqa": case.gqa}
+        explained = attention_ext.explain(q, k, v, mask, **options)
+        lines()
+        found = launched(partial(sdpa, q, k, v, mask, **options))
+        assert {(line[3], line[4]) for line in lines()} == {(explained.kernel, explained.reason)}, case
+        assert found == {explained.kernel}, case
 
 
 @pytest.mark.parametrize("kernel", params())

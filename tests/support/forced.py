@@ -66,19 +66,13 @@ def attend(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, *rest, **o
 
 
 def workspace(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options) -> int:
-    """Bytes that a forward call takes beside its results, by attention_ext.explain or, for a kernel of a name, by the plan."""
+    """Bytes that a forward call takes next to its results, by attention_ext.explain or, for a kernel of a name, by the plan."""
     if kernel in AUTO.values():
         return attention_ext.explain(query, key, value, attn_mask, **options).workspace
-    if "pipeline" not in kernel.name:
-        return 0
-    # Each pipeline is the plan's choice somewhere, and its workspace does not depend on the card and E.
-    capability, E = (90, 1032) if kernel.name == "sm90_pipeline" else (80, query.size(-1))
-    sizes = [query.shape[:-3].numel(), query.size(-3), key.size(-3), query.size(-2), key.size(-2), E, value.size(-1)]
-    mask = "none" if attn_mask is None else "float" if is_float(attn_mask) else "bool"
-    causal, dropout = options.get("is_causal", False), options.get("dropout_p", 0.0) > 0.0
-    plan = torch.ops.attention_ext.plan(sizes, query.element_size(), mask, causal, dropout, capability, True, CAP)
-    assert plan[0] == kernel.name
-    return plan[2]
+    rest = (attn_mask, options.pop("dropout_p", 0.0), options.pop("is_causal", False))
+    name, _, found, _ = torch.ops.attention_ext.sdpa_plan(query, key, value, *rest, kernel_name=kernel.name, **options)
+    assert name == kernel.name
+    return found
 
 
 def by_kernel(

@@ -4,6 +4,7 @@
 // grid. No shared memory.
 #include "attention/pipeline/params.h"
 #include "core/arithmetic.h"
+#include "core/device_info.h"
 #include "core/dispatch.h"
 #include "device/common/types.cuh"
 
@@ -24,8 +25,8 @@ __global__ void __launch_bounds__(kCtaThreads) convert_kernel(const In* g_in, Ou
 
 cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
                            cudaStream_t stream) {
-  constexpr int64_t kMaxBlocks = 132 * 16;  // fills the largest card; more would only wait
-  const int64_t blocks = std::min(ceil_div(count, kCtaThreads), kMaxBlocks);
+  const int64_t most = 16 * current_device_info().sms;  // fills the card; more would only wait
+  const int64_t blocks = std::min(ceil_div(count, kCtaThreads), most);
   if (blocks == 0) return cudaSuccess;
   const auto launch = [&](auto from, auto to) {
     convert_kernel<<<static_cast<unsigned>(blocks), kCtaThreads, 0, stream>>>(static_cast<const decltype(from)*>(accumulated),

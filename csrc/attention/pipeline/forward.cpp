@@ -1,6 +1,7 @@
 // Forward driver: scores, softmax and weights . values for one slice of the (N, L) rows after another, so that the workspace
 // stays under its cap whatever the shape. Pure host code. plan/slices.h says how the workspace is laid out.
 #include "attention/pipeline/stage.h"
+#include "core/device_info.h"
 #include "plan/slices.h"
 
 namespace attention_ext {
@@ -8,7 +9,7 @@ namespace {
 
 ForwardSlices plan_forward(const ForwardParams& params, const ForwardProducts& products) {
   return forward_slices(params.N, params.L, params.S, params.Ev, element_bytes(params.type), params.workspace_bytes,
-                        products.wgmma);
+                        products.wgmma, current_device_info().sms);
 }
 
 cudaError_t run_slice(const ForwardParams& params, const ForwardProducts& products, const ForwardSlices& plan,
@@ -58,10 +59,6 @@ constexpr ForwardProducts kProducts = {launch_qk_scores, launch_scores_values, f
 
 }  // namespace
 
-int64_t forward_workspace(const ForwardParams& params, const ForwardProducts& products) {
-  return params.N == 0 || params.L == 0 ? 0 : plan_forward(params, products).bytes;
-}
-
 cudaError_t run_forward(const ForwardParams& params, const ForwardProducts& products, cudaStream_t stream) {
   if (params.N == 0 || params.L == 0) return cudaSuccess;
   const ForwardSlices plan = plan_forward(params, products);
@@ -76,7 +73,6 @@ cudaError_t run_forward(const ForwardParams& params, const ForwardProducts& prod
   return cudaSuccess;
 }
 
-int64_t pipeline_forward_workspace(const ForwardParams& params) { return forward_workspace(params, kProducts); }
 cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream) {
   return run_forward(params, kProducts, stream);
 }

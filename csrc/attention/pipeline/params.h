@@ -142,10 +142,8 @@ cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream);
 cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
                            cudaStream_t stream);
 
-// Host drivers: slices so that the workspace stays under the cap. The workspace functions return the bytes the driver
-// will use under a cap: no more than the cap, except where a single row (forward), or two numbers of each row and a row tile by 8
-// keys of a group (backward), need more. The backward takes at least one query row.
-int64_t pipeline_forward_workspace(const ForwardParams& params);
+// Host drivers: slices so that the workspace stays under the cap, except where a single row (forward), or two numbers of each row and
+// a row tile by 8 keys of a group (backward), need more. The backward takes at least one query row.
 cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream);
 int64_t pipeline_backward_workspace(const BackwardParams& params);
 cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream);
@@ -156,7 +154,6 @@ struct ForwardProducts {
   cudaError_t (*values)(const ScoresValuesParams& params, cudaStream_t stream);  // carries nothing if `wgmma`
   bool wgmma;                                                                    // decides on slices: plan/slices.h
 };
-int64_t forward_workspace(const ForwardParams& params, const ForwardProducts& products);
 cudaError_t run_forward(const ForwardParams& params, const ForwardProducts& products, cudaStream_t stream);
 
 }  // namespace attention_ext

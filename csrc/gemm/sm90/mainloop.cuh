@@ -15,6 +15,7 @@
 // Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, during the products of this one.
 #pragma once
 
+#include "core/device_info.h"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
@@ -218,14 +219,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <template <class> class Work, class Tile, class Params>
 cudaError_t launch_wgmma_tiles(const Params& params, const WgmmaMaps& maps, int64_t tiles, cudaStream_t stream) {
   if (tiles == 0) return cudaSuccess;
-  int device = 0, sms = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
+  const int64_t sms = current_device_info().sms;
   auto* kernel = wgmma_kernel<Work, Tile, Params>;
   constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
-  if (status == cudaSuccess) {
-    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  }
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
   kernel<<<static_cast<unsigned>(tiles < sms ? tiles : sms), Tile::kThreads, kSharedBytes, stream>>>(params, maps);
   return cudaGetLastError();

@@ -9,15 +9,12 @@ namespace {
 
 template <class T>
 cudaError_t launch_typed(const ForwardParams& params, cudaStream_t stream) {
-  return params.E <= 768 ? launch_class<T, 768>(params, stream) : launch_class<T, 1024>(params, stream);
+  return fused_class_1024(params.E) == 768 ? launch_class<T, 768>(params, stream) : launch_class<T, 1024>(params, stream);
 }
 
 }  // namespace
 
-bool fused_forward_1024_takes(const ForwardParams& params) { return fused_forward_takes(params, 1024); }
-
 cudaError_t fused_forward_1024(const ForwardParams& params, cudaStream_t stream) {
-  if (!fused_forward_1024_takes(params)) return cudaErrorInvalidValue;
   return dispatch_half_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 

@@ -1,4 +1,4 @@
-// The tile policy of the fused kernels for Hopper: one table of head-dim classes, and the layout of shared memory that follows.
+// The layout of shared memory that follows from the fused kernels' tile policy (plan/sm90_fused.h), and what a tile of work is.
 #pragma once
 
 #include <cstdint>
@@ -6,38 +6,12 @@
 #include "attention/params.h"
 #include "device/common/batch.cuh"
 #include "device/sm90/tma.cuh"
+#include "plan/sm90_fused.h"
 
 namespace attention_ext {
 
-// What a class of head dims bounds. The kernel works in steps of 64 of E and leaves out those that a problem lacks; of Ev it leaves out
-// the loads, and multiplies all columns of the class.
-struct FusedTileShape {
-  int query_steps;  // of 64 of E that query has room for in shared memory
-  int value_steps;  // of 64 of Ev in each of the two consumer warpgroups' registers
-  int slots;        // of 16 KB in each warpgroup's ring of key and value tiles
-};
-
-// Shared memory: query 8 KB a step, weights 2 x 16 KB, rings 2 x 16 KB a slot, within 227 KB. Registers: 32 accumulators a value
-// step and 64 scores a thread of 232; five value steps would leave nothing to compute with.
-constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
-  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5}   // 208 KB; a sixth slot would be 240
-         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5}   // 224 KB
-         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4}   // 208 KB; a fifth slot would be 240
-         : head_dim_class <= 512 ? FusedTileShape{8, 4, 4}   // 224 KB
-         : head_dim_class <= 768 ? FusedTileShape{12, 4, 3}  // 224 KB; CTAs share the columns of values, or take them in passes
-                                 : FusedTileShape{16, 4, 2};  // 224 KB; the same
-}
-
-constexpr int kFusedRows = 64;   // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
-constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read a third more of shared memory
-
-constexpr int kAllColumns = 1 << 30;  // of values that a CTA takes in passes; with more, CTAs share them
-
 // Blocks of keys whose visibility under a mask a CTA looks up in advance: all that kMostWgmmaKeys allow.
 constexpr int kTrackedBlocks = 2048;
-
-// Rows of a tile: whole queries of all heads of the group, which is how TMA brings them. At most 64 heads.
-constexpr __host__ __device__ int fused_tile_rows(int group) { return kFusedRows / group * group; }
 
 // One tile of work. It stays in shared memory, as registers are scarce.
 struct FusedWork {
@@ -82,9 +56,10 @@ struct FusedWork {
   }
 };
 
-template <class T_, int kClass>
+template <class T_, int kClass_>
 struct FusedTile {
   using T = T_;
+  static constexpr int kClass = kClass_;
   static constexpr FusedTileShape kShape = fused_tile_shape(kClass);
   static constexpr int kM = kFusedRows;
   static constexpr int kN = kFusedKeys;
@@ -94,10 +69,9 @@ struct FusedTile {
   static constexpr int kQuerySteps = kShape.query_steps;
   static constexpr int kValueSteps = kShape.value_steps;
   static constexpr int kSlots = kShape.slots;
-  static constexpr int kShareColumns = 2 * kValueSteps * kStep;  // of values that registers hold the output of
-  // Of a class that is wider a CTA may take all columns in passes, where two blocks are all keys and their weights stay in shared memory.
-  static constexpr bool kPasses = kClass > kShareColumns;
-  static constexpr int kConsumers = 2;  // warpgroups that multiply; one more loads
+  static constexpr int kShareColumns = fused_share_columns(kClass);  // of values that registers hold the output of
+  static constexpr bool kPasses = kClass > kShareColumns;            // whether a CTA may take all columns in passes
+  static constexpr int kConsumers = 2;                               // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(128 * (kConsumers * kConsumerRegisters + kProducerRegisters) <= 65536, "an SM has 65,536 registers");

@@ -7,7 +7,6 @@ constexpr ForwardProducts kWgmmaProducts = {launch_wgmma_scores, launch_wgmma_va
 
 }  // namespace
 
-int64_t wgmma_pipeline_workspace(const ForwardParams& params) { return forward_workspace(params, kWgmmaProducts); }
 cudaError_t wgmma_pipeline(const ForwardParams& params, cudaStream_t stream) {
   return run_forward(params, kWgmmaProducts, stream);
 }

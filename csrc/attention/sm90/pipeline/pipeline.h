@@ -9,8 +9,6 @@ namespace attention_ext {
 cudaError_t launch_wgmma_scores(const QkScoresParams& params, cudaStream_t stream);
 cudaError_t launch_wgmma_values(const ScoresValuesParams& params, cudaStream_t stream);
 
-bool wgmma_pipeline_takes(const ForwardParams& params);
-int64_t wgmma_pipeline_workspace(const ForwardParams& params);
 cudaError_t wgmma_pipeline(const ForwardParams& params, cudaStream_t stream);
 
 }  // namespace attention_ext

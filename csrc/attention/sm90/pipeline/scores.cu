@@ -13,6 +13,7 @@
 #include "core/tensor_map.h"
 #include "device/sm80/mma.cuh"
 #include "gemm/sm90/mainloop.cuh"
+#include "plan/slices.h"
 
 namespace attention_ext {
 namespace {
@@ -171,6 +172,7 @@ struct WgmmaScoresWork {
 template <class Tile>
 cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
   const int64_t keys = params.slice.col_begin + params.slice.col_count;
+  static_assert(Tile::kM == kWgmmaTileRows && Tile::kN == kWgmmaTileCols, "slices are planned for these tiles");
   WgmmaMaps maps;
   cudaError_t status = make_tensor_map(maps.a, params.type, params.batch, params.query, params.L, params.E, Tile::kM);
   if (status == cudaSuccess) status = make_tensor_map(maps.b, params.type, params.batch, params.key, keys, params.E, Tile::kN);
@@ -181,14 +183,6 @@ cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
 }
 
 }  // namespace
-
-bool wgmma_pipeline_takes(const ForwardParams& params) {
-  const bool half_type = params.type == DataType::kHalf || params.type == DataType::kBFloat16;
-  const bool not_empty = params.N > 0 && params.L > 0 && params.S > 0 && params.E > 0 && params.Ev > 0;
-  return half_type && not_empty && params.S <= kMostWgmmaKeys && params.N < int64_t{1} << 31 &&
-         tensor_map_takes(params.batch, params.query, params.L) && tensor_map_takes(params.batch, params.key, params.S) &&
-         tensor_map_takes(params.batch, params.value, params.S);
-}
 
 cudaError_t launch_wgmma_scores(const QkScoresParams& params, cudaStream_t stream) {
   return dispatch_half_type(params.type,

@@ -1,0 +1,63 @@
+// What the fused kernels for Hopper take, by counting: rounds of tiles over the SMs, blocks of keys of a tile, steps of 64 of E and Ev of a
+// block; but no less than a block's lines take from L2, and the operands from memory.
+#include "plan/cost.h"
+#include "plan/sm90_fused.h"
+
+namespace attention_ext {
+namespace {
+
+constexpr int64_t kLaunch = 1100, kTile = 3000;               // ns: beginning and end
+constexpr int64_t kTileQueryStep = 40, kTileValueStep = 260;  // of a tile: queries in, results out
+constexpr int64_t kFreshStep = 92;                            // the same, where no tile before hides it
+constexpr int64_t kBlock = 750, kStep = 140;  // of a block of keys: softmax and barriers; 64 x 128 x 64 multiply-adds
+constexpr int64_t kPass = 3700;               // more columns of values, after the first ones
+constexpr int64_t kMaskTile = 2600, kMaskBlock = 440,
+                  kMaskRows = 650;  // marks; a block's scores; its mask of 64 rows of its own
+constexpr int64_t kFirstBytes = 3700, kReadBytes = 4000, kWrittenBytes = 1700, kL2Bytes = 14500;  // ns; bytes a ns
+
+}  // namespace
+
+int64_t fused_cost(const Problem& p, const DeviceInfo& card, int head_dim_class) {
+  const FusedTileShape shape = fused_tile_shape(head_dim_class);
+  const int64_t S = p.visible_keys(), sms = card.sms, group = std::min<int64_t>(p.key_group, kFusedRows);
+  const bool masked = p.mask != MaskType::kNone, general = masked || p.dropout;
+  const FusedGrid grid = fused_grid(head_dim_class, p.N, static_cast<int>(group), p.L, S, p.Ev, p.causal, general, sms);
+  const int64_t rows = fused_tile_rows(static_cast<int>(group)), blocks = std::max<int64_t>(ceil_div(S, kFusedKeys), 1);
+  const int64_t share = fused_share_columns(head_dim_class), columns = std::min(p.Ev, share);
+  const int64_t passes = grid.columns == kAllColumns ? ceil_div(p.Ev, share) : 1;
+
+  const int64_t query_steps = ceil_div(p.E, 64), value_steps = share / 64, loaded_steps = ceil_div(columns, 64);
+  const int64_t products = kBlock + kStep * (query_steps + value_steps) + shape.ring_ns * (query_steps + loaded_steps);
+  const int64_t lines =
+      query_steps * touched_line_bytes(p.key.row_alignment) + loaded_steps * touched_line_bytes(p.value.row_alignment);
+  int64_t block = std::max(products, kFusedKeys * lines * std::min(grid.tiles, sms) / kL2Bytes);
+  if (general) block += kMaskBlock;
+  if (masked && p.mask_rows) block += kMaskRows * std::min(p.L * group, rows) / kFusedRows;
+  // A boolean mask that is the same for all queries is taken for the padding of sequences of several lengths: blocks that it hides are
+  // left out, here a quarter. What other masks hide is not known.
+  if (p.mask == MaskType::kBool && !p.mask_rows) block = block * 3 / 4;
+
+  const int64_t slot_keys = shape.value_steps == 1 ? 128 : shape.value_steps == 2 ? 64 : 32;
+  const int64_t missing_keys = blocks * kFusedKeys - round_up(S, slot_keys);  // whose values are not multiplied
+  int64_t tile = kTile + kTileQueryStep * query_steps + kTileValueStep * value_steps * passes -
+                 kStep * value_steps * passes * std::min<int64_t>(missing_keys, kFusedKeys) / kFusedKeys +
+                 (passes - 1) * (kPass + kStep * value_steps * blocks);
+  if (!grid.ctas_stay) tile += kFreshStep * (query_steps + value_steps * passes);
+  if (masked) tile += kMaskTile;
+
+  const int64_t longest = tile + times(blocks, block);
+  int64_t busy = times(ceil_div(grid.tiles, sms), longest);
+  if (p.causal && grid.tiles > sms) {
+    // Longest first within a group, so only the last group's longest tile can come late.
+    const int64_t groups = p.N / group, row_tiles = ceil_div(p.L * group, rows);
+    const int64_t blocks_of_group = visible_blocks(p.L, S, rows / group, kFusedKeys, true);
+    const int64_t of_group = times(grid.tiles / (groups * row_tiles), times(row_tiles, tile) + times(blocks_of_group, block));
+    busy = std::max(times(groups, of_group) / sms, times(groups - 1, of_group) / sms + longest);
+  }
+  const int64_t element = element_bytes(p.type);
+  const int64_t read = times(element, times(p.N, p.L, p.E) + times(p.key.matrices, S, p.E) + times(p.value.matrices, S, p.Ev));
+  const int64_t written = times(element, p.N, times(p.L, p.Ev));
+  return std::min(std::max(kLaunch + busy, kFirstBytes + read / kReadBytes + written / kWrittenBytes), kMostCost);
+}
+
+}  // namespace attention_ext
