@@ -1,6 +1,7 @@
 // A call of attention as host code hands it to a kernel: the whole forward, the whole backward. Sizes: core/tensors.h.
 #pragma once
 
+#include "attention/visibility/sequence.h"
 #include "core/slice.h"
 #include "core/tensors.h"
 
@@ -20,7 +21,7 @@ struct ForwardParams {
   Dropout dropout;
   DataType type;
   MaskType mask_type;
-  bool causal;
+  Sequence sequence;
   bool wgmma_products;      // stages 1 and 3 by wgmma, on Hopper
   void* workspace;          // at least pipeline_forward_workspace bytes, 256-byte aligned
   int64_t workspace_bytes;  // what the slices may take
@@ -48,7 +49,7 @@ struct BackwardParams {
   Dropout dropout;
   DataType type;
   MaskType mask_type;
-  bool causal;
+  Sequence sequence;
   void* workspace;          // at least pipeline_backward_workspace bytes, 256-byte aligned
   int64_t workspace_bytes;  // what the slices may take
 };

@@ -77,7 +77,7 @@ inline Plan choose_kernel(const char* op, const std::string& name, const Forward
                      params.Ev,
                      element_bytes(params.type),
                      MaskKind::kNone,
-                     params.causal,
+                     params.sequence.causal,
                      params.dropout.seed != nullptr,
                      10 * major + minor,
                      not_for_tma};

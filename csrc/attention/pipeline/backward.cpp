@@ -118,7 +118,7 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
   qk.out = arrays.probabilities;
   qk.type = params.type;
   qk.mask_type = params.mask_type;
-  qk.causal = params.causal;
+  qk.sequence = params.sequence;
   cudaError_t status = launch_qk_scores(qk, stream);
   if (status != cudaSuccess) return status;
 
@@ -130,7 +130,7 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
     norm.probabilities = arrays.probabilities;
     norm.norm = params.norm;
     norm.type = params.type;
-    norm.causal = params.causal;
+    norm.sequence = params.sequence;
     status = launch_row_norm(norm, stream);
     if (status != cudaSuccess) return status;
   }
@@ -147,7 +147,7 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
   grad.delta = params.delta;
   grad.dropout = params.dropout;
   grad.type = params.type;
-  grad.causal = params.causal;
+  grad.sequence = params.sequence;
   grad.only_weight_grad = whole_rows && element_bytes(params.type) > 2;
   status = launch_score_grad(grad, stream);
   if (status != cudaSuccess || !grad.only_weight_grad) return status;
@@ -162,7 +162,7 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
   delta.delta = params.delta;
   delta.dropout = params.dropout;
   delta.type = params.type;
-  delta.causal = params.causal;
+  delta.sequence = params.sequence;
   return launch_row_delta(delta, stream);
 }
 
@@ -182,7 +182,7 @@ cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& pl
   query.out = params.grad_query;
   query.type = params.type;
   query.wide_out = params.wide_grads;
-  query.causal = params.causal;
+  query.sequence = params.sequence;
   const cudaError_t status = launch_scores_values(query, stream);
   if (status != cudaSuccess || params.mask_grad.data == nullptr) return status;
 
@@ -216,7 +216,7 @@ cudaError_t make_key_value_grad(const BackwardParams& params, const BackwardPlan
   value.carry = carry(plan.value_carry_at);
   value.type = params.type;
   value.wide_out = params.wide_grads;
-  value.causal = params.causal;
+  value.sequence = params.sequence;
   const cudaError_t status = launch_key_value_grad(value, stream);
   if (status != cudaSuccess) return status;
 

@@ -33,7 +33,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
   qk.output = by_segments ? ScoresAs::kExponentials : ScoresAs::kScores;
   qk.type = params.type;
   qk.mask_type = params.mask_type;
-  qk.causal = params.causal;
+  qk.sequence = params.sequence;
   const cudaError_t status = params.wgmma_products ? launch_wgmma_scores(qk, stream) : launch_qk_scores(qk, stream);
   if (status != cudaSuccess) return status;
 
@@ -47,7 +47,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
     softmax.lse = params.lse;
     softmax.dropout = params.dropout;
     softmax.type = params.type;
-    softmax.causal = params.causal;
+    softmax.sequence = params.sequence;
     return launch_segment_softmax(softmax, stream);
   }
   RowSoftmaxParams softmax = {};
@@ -59,7 +59,7 @@ cudaError_t make_weights(const ForwardParams& params, const ForwardSlices& plan,
   softmax.lse = params.lse;
   softmax.dropout = params.dropout;
   softmax.type = params.type;
-  softmax.causal = params.causal;
+  softmax.sequence = params.sequence;
   return launch_row_softmax(softmax, stream);
 }
 
@@ -81,7 +81,7 @@ cudaError_t run_slice(const ForwardParams& params, const ForwardSlices& plan, co
   product.carry = plan.bytes > plan.carry_at ? workspace + plan.carry_at : nullptr;
   product.out = params.out;
   product.type = params.type;
-  product.causal = params.causal;
+  product.sequence = params.sequence;
   return params.wgmma_products ? launch_wgmma_values(product, stream) : launch_scores_values(product, stream);
 }
 

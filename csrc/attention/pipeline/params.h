@@ -28,7 +28,7 @@ struct QkScoresParams {
   ScoresAs output;
   DataType type;
   MaskType mask_type;
-  bool causal;
+  Sequence sequence;
   bool write_hidden_tiles;  // fill tiles wholly above the diagonal with -inf instead of leaving them unwritten
 };
 
@@ -42,7 +42,7 @@ struct RowSoftmaxParams {
   MatrixView lse;      // (N, L), accumulator type, column unused
   Dropout dropout;
   DataType type;
-  bool causal;
+  Sequence sequence;
 };
 
 // Exponentials relative to their segments' references -> the same relative to the row's, the largest, in place; row sums, log-sum-exp.
@@ -55,7 +55,7 @@ struct SegmentSoftmaxParams {
   MatrixView lse;         // (N, L), float, column unused
   Dropout dropout;
   DataType type;
-  bool causal;
+  Sequence sequence;
 };
 
 // weights . values * factor / row_sum: the attention output, and dQ = scale * dS . K.
@@ -70,7 +70,7 @@ struct ScoresValuesParams {
   MatrixView out;      // (N, L, Ev), `type`, or the accumulator type with wide_out
   void* carry;  // half types, many keys: slice (batch_count, row_count, Ev rounded up to 4), float; null: one sum over all keys
   DataType type;
-  bool causal;
+  Sequence sequence;
   bool wide_out;
 };
 
@@ -94,7 +94,7 @@ struct RowNormParams {
   MatrixView probabilities;  // slice (batch_count, row_count, S), `type`
   void* norm;                // (N, L) contiguous, accumulator type
   DataType type;
-  bool causal;
+  Sequence sequence;
 };
 
 // dS = P * (keep * keep_scale * (grad_out . value^T) - delta). With dropout, P is overwritten with keep * P. `only_weight_grad`:
@@ -110,7 +110,7 @@ struct ScoreGradParams {
   const void* delta;         // (N, L) contiguous, accumulator type
   Dropout dropout;
   DataType type;
-  bool causal;
+  Sequence sequence;
   bool only_weight_grad;
 };
 
@@ -126,7 +126,7 @@ struct RowDeltaParams {
   void* delta;               // (N, L) contiguous
   Dropout dropout;
   DataType type;
-  bool causal;
+  Sequence sequence;
 };
 
 // out = factor * sum over the group's query heads of left^T . right: dV from P and grad_out, dK from dS and query.
@@ -143,7 +143,7 @@ struct KeyValueGradParams {
   void*
       carry;  // slices of rows, one after the other: (batch_count / group, col_count, width rounded up to 4), accumulator type
   DataType type;
-  bool causal;
+  Sequence sequence;
   bool wide_out;
 };
 

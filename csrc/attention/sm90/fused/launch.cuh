@@ -58,7 +58,7 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
     columns = kAllColumns;
   }
   const int64_t tiles = fused_tiles(params, columns);
-  const bool ctas_stay = !kGeneral && (!params.causal || params.S <= kShortKeys);
+  const bool ctas_stay = !kGeneral && (!params.sequence.causal || params.S <= kShortKeys);
   const int64_t ctas = ctas_stay && tiles > sms ? sms : tiles;
 
   // In one wave: start while the kernel before still runs; the kernel waits for it (wait_for_prerequisites). In more, later CTAs

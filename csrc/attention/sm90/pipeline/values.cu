@@ -1,10 +1,11 @@
 // Stage 3 of the pipeline by warpgroups (Hopper): out = weights . values * factor / row_sum for one slice of rows; what
 // pipeline/scores_values.cu does.
 //
-// Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/warpgroup_mainloop.cuh; k ends at the last key that a row of the
+// Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/sm90/mainloop.cuh; k ends at the last key that a row of the
 // tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
 // Grid: one CTA an SM, which stays; causal: longest row tiles first. Shared memory: WgmmaTile::Shared. Registers: 232.
 #include "attention/sm90/pipeline/products.h"
+#include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/tensor_map.h"
 #include "gemm/sm90/mainloop.cuh"
@@ -35,13 +36,12 @@ struct WgmmaValuesWork {
     Place at;
     at.slice_index = p.slice.batch_count - 1 - index.batch;  // what stage 1 wrote last may still lie in L2
     at.n = p.slice.batch_begin + at.slice_index;
-    at.row = (p.causal ? m_tiles() - 1 - index.m : index.m) * Tile::kM;
+    at.row = (p.sequence.causal ? m_tiles() - 1 - index.m : index.m) * Tile::kM;
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
     at.cols = static_cast<int>(p.Ev) - at.col;
-    int keys = static_cast<int>(p.slice.col_count);
-    if (p.causal) keys = min(keys, static_cast<int>(p.slice.row_begin) + at.row + Tile::kM);
-    at.steps = (keys + Tile::kK - 1) / Tile::kK;
+    const KeyRange range = key_range(p.sequence, p.slice.col_count);
+    at.steps = (range.end_of_tile(static_cast<int>(p.slice.row_begin) + at.row, Tile::kM) + Tile::kK - 1) / Tile::kK;
     at.a = {{0, at.row, static_cast<int>(at.slice_index), 0, 0}};
     at.b.at[0] = at.col;
     at.b.at[1] = 0;
