@@ -1,6 +1,7 @@
 // A call of attention as host code hands it to a kernel: the whole forward, the whole backward. Sizes: core/tensors.h.
 #pragma once
 
+#include "attention/visibility/sequence.h"
 #include "core/slice.h"
 #include "core/tensors.h"
 
@@ -20,7 +21,7 @@ struct ForwardParams {
   Dropout dropout;
   DataType type;
   MaskType mask_type;
-  bool causal;
+  Sequence sequence;
   void* workspace;          // 256-byte aligned, as large as the kernel's own function says
   int64_t workspace_bytes;  // that the caller would have it stay under
 };

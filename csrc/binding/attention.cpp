@@ -62,7 +62,7 @@ ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key,
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
   params.dropout = dropout;
-  params.causal = is_causal;
+  params.sequence.causal = is_causal;
 
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
   const Sizes out_strides = layout_like(out_sizes, query), lse_strides = contiguous_strides(lse_sizes);
@@ -147,7 +147,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
   params.dropout = check_dropout(op, dropout_p, seed, device);
-  params.causal = is_causal;
+  params.sequence.causal = is_causal;
 
   // The leading dims are the query's, without broadcasting; only the heads of key and value may be fewer.
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});

@@ -26,7 +26,7 @@ Problem problem_of(const Params& params, int64_t key_group, int64_t value_group)
   problem.type = params.type;
   problem.mask = params.mask_type;
   problem.mask_rows = params.mask.row_stride != 0;
-  problem.causal = params.causal;
+  problem.causal = params.sequence.causal;
   problem.dropout = params.dropout.seed != nullptr;
   problem.query = operand_of(params.batch, params.query, params.L, element);
   problem.key = operand_of(params.batch, params.key, params.S, element);

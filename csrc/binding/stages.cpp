@@ -27,7 +27,7 @@ Tensor qk_scores(Tensor query, Tensor key, OptionalTensor attn_mask, bool is_cau
   params.slice = whole(views.count(), L, S);
   params.E = query.size(query.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
-  params.causal = is_causal;
+  params.sequence.causal = is_causal;
   params.write_hidden_tiles = true;
   params.output = ScoresAs::kScores;
 

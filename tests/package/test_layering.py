@@ -20,9 +20,9 @@ SEES = {
     "plan": ("core",),
     "device": ("core",),
     "gemm": ("core", "device"),
-    "attention": ("core",),  # params.h
-    "attention/visibility": ("core", "device", "gemm", "attention"),
-    "attention/softmax": ("core", "device", "gemm", "attention"),
+    "attention": ("core", "attention/visibility"),  # params.h, sequence.h
+    "attention/visibility": ("core", "device", "gemm"),
+    "attention/softmax": ("core", "device", "gemm"),
     "attention/pipeline": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
     "attention/sm90/fused": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
     "attention/sm90/pipeline": (

@@ -3,11 +3,12 @@
 //
 // Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, whose k runs over the slice's query rows of one query
 // head after another: the sum over the heads of a group stays in registers, in a fixed order. Slices of rows carry it from one to
-// the next (p.carry). Causal: k begins at the first row tile that sees a key of the tile.
+// the next (p.carry). k begins at the first row tile that sees a key of the tile.
 // Grid: one CTA per block tile of every key head of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 70,656 bytes (half types), 51,712 (float and double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/carry.cuh"
 #include "attention/pipeline/params.h"
+#include "attention/visibility/key_range.cuh"
 #include "core/dispatch.h"
 #include "gemm/mainloop.cuh"
 
@@ -29,9 +30,8 @@ struct KeyValueGradWork {
     int keys, cols;          // that exist from there on
     int row_begin;           // of the product's k, which counts query rows from the beginning of the slice
   };
-  // Causal: row tiles above row_begin were not written, since every key of this tile is hidden from them; the row tile that
-  // holds the tile's first key was.
-  static_assert(Tile::kM == Tile::kN, "the row tile of a key's diagonal is found by rounding down");
+  // Row tiles above row_begin were not written, since they see no key of this tile.
+  static_assert(Tile::kM == Tile::kN, "the first row tile that sees a key is found by rounding down");
   __device__ __forceinline__ Place place() const {
     const TileIndex index = tile_of(blockIdx.x, m_tiles, n_tiles, first_batch);
     Place at;
@@ -41,7 +41,8 @@ struct KeyValueGradWork {
     at.col = index.n * Tile::kN;
     at.keys = static_cast<int>(p.slice.col_count) - at.key;
     at.cols = static_cast<int>(p.width) - at.col;
-    const int first_row = p.causal ? (static_cast<int>(p.slice.col_begin) + at.key) / Tile::kM * Tile::kM : 0;
+    const KeyRange range = key_range(p.sequence, p.slice.col_begin + p.slice.col_count);
+    const int first_row = range.first_row(static_cast<int>(p.slice.col_begin) + at.key) / Tile::kM * Tile::kM;
     at.row_begin = max(first_row - static_cast<int>(p.slice.row_begin), 0);
     return at;
   }

@@ -19,7 +19,7 @@ struct StageParams {
   int64_t L;  // rows of all slices
   Dropout dropout;
   DataType type;
-  bool causal;
+  Sequence sequence;
 };
 
 // Scores of one slice: scale * query . key, mask, causal.

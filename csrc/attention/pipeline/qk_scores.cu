@@ -1,15 +1,16 @@
-// Stage 1: scores = scale * query . key^T + mask, -inf where the bool mask or causality hides a key, for one slice.
+// Stage 1: scores = scale * query . key^T + mask, -inf where a key is hidden (visibility/), for one slice.
 // For half types the forward takes them as exponentials instead: exp(score - reference of its segment of 64 keys) in half
 // precision, with the segments' statistics, which halves what is written and spares stage 2 its passes where the
 // segments of a row share a reference (kReferenceStep). In the backward the same product ends in probabilities exp(score - lse).
 //
-// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, then per quad of columns: scale, mask, causal
-// select, store. Tiles wholly above the diagonal return at once.
+// Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, then per quad of columns: scale, mask, store.
+// Tiles that no row sees return at once.
 // Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/params.h"
 #include "attention/softmax/segment.cuh"
 #include "attention/visibility/score_modifier.cuh"
+#include "attention/visibility/score_place.cuh"
 #include "core/dispatch.h"
 #include "gemm/mainloop.cuh"
 
@@ -27,7 +28,7 @@ struct ScoresWork {
   int64_t first_batch;
 
   __device__ __forceinline__ ScorePlace place() const {
-    return score_place<Tile>(p.slice, p.causal, tile_of(blockIdx.x, m_tiles, n_tiles, first_batch));
+    return score_place<Tile>(p.slice, p.sequence, tile_of(blockIdx.x, m_tiles, n_tiles, first_batch));
   }
 
   __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& query, TileLoader<Tile, typename Tile::B>& key) const {
@@ -57,8 +58,8 @@ struct ScoresWork {
   __device__ __forceinline__ void scores_of(const ScorePlace& at, int64_t mask_offset, int tile_row, int tile_col,
                                             const Acc (&dot)[4], Acc scale, Acc (&x)[4]) const {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = scale * dot[e];
-    finish_scores<T>(p, at, mask_offset, tile_row, tile_col, x);
+    for (int e = 0; e < 4; ++e) x[e] = dot[e];
+    make_scores<T>(x, scale, p.mask, p.mask_type, mask_offset, at.range, at.row + tile_row, at.col + tile_col);
   }
 
   __device__ __forceinline__ void store(const Multiply<Tile>& product, typename Tile::Shared& shared) const {
@@ -67,11 +68,8 @@ struct ScoresWork {
     Out* g_out = static_cast<Out*>(p.out.data) + batch_offset(p.batch, p.out, at.n, at.slice_index) +
                  at.slice_row * p.out.row_stride + at.slice_col * p.out.col_stride;
     const int64_t mask_offset = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
-    // Every key of the tile exists and is visible: the scores are the scaled products.
-    const bool plain = p.mask_type == MaskType::kNone && !(p.causal && at.col + Tile::kN - 1 > at.row) && at.rows >= Tile::kM &&
-                       at.cols >= Tile::kN;
     if constexpr (kOutput == ScoresAs::kExponentials) {
-      if (plain) {
+      if (p.mask_type == MaskType::kNone && wholly_visible<Tile>(at)) {  // the scores are the scaled products
         store_exponentials<true>(at, mask_offset, g_out, product, shared);
       } else {
         store_exponentials<false>(at, mask_offset, g_out, product, shared);
@@ -158,7 +156,7 @@ struct ScoresWork {
 #pragma unroll
       for (int chunk = lane; chunk < Tile::kStripRows * kSegment / kChunk; chunk += 32) {
         const int chunk_row = chunk / (kSegment / kChunk), chunk_col = chunk % (kSegment / kChunk) * kChunk;
-        // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
+        // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
         if (kPlain || (strip_row + chunk_row < at.rows && strip_col + chunk_col < at.cols)) {
           *reinterpret_cast<uint4*>(g_out + (strip_row + chunk_row) * p.out.row_stride + strip_col + chunk_col) =
               *reinterpret_cast<const uint4*>(s_half + chunk_row * kHalfPitch + chunk_col);

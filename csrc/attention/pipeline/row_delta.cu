@@ -5,6 +5,8 @@
 // One warp per row, lanes over quads of columns; sums by shuffles in a fixed order. With dropout P becomes keep * P on the way.
 // Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.
 #include "attention/pipeline/params.h"
+#include "attention/visibility/key_range.cuh"
+#include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
@@ -26,11 +28,11 @@ __global__ void __launch_bounds__(kCtaThreads)
   int64_t slice_index, slice_row;
   divide(flat_row, p.slice.row_count, slice_index, slice_row);
   const int64_t n = p.slice.batch_begin + slice_index, row = p.slice.row_begin + slice_row;
-  const int visible = static_cast<int>(p.causal ? min(row + 1, p.slice.col_count) : p.slice.col_count);
-  // Causal: tiles on the diagonal were written beyond the last visible key, with P = 0; dS becomes 0 there.
-  const int64_t tile_end = p.slice.row_begin + (slice_row / tile + 1) * tile;
-  const int written =
-      static_cast<int>(p.causal ? min((tile_end + tile - 1) / tile * tile, p.slice.col_count) : p.slice.col_count);
+  const KeyRange range = key_range(p.sequence, p.slice.col_count);
+  const int visible = range.end_of_row(static_cast<int>(row));
+  // Whole tiles were written, beyond the last visible key with P = 0; dS becomes 0 there.
+  const int tile_row = static_cast<int>(row - slice_row % tile);
+  const int written = min((range.end_of_tile(tile_row, tile) + tile - 1) / tile * tile, static_cast<int>(p.slice.col_count));
   const int lane_col = threadIdx.x % 32 * 4;
 
   T* g_probabilities = static_cast<T*>(p.probabilities.data) + slice_index * p.probabilities.slice_stride +

@@ -6,6 +6,8 @@
 // 2. A sum within T's precision of 1 is right: rounding every probability again would cost more than it mends.
 // Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.
 #include "attention/pipeline/params.h"
+#include "attention/visibility/key_range.cuh"
+#include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
@@ -32,8 +34,7 @@ __global__ void __launch_bounds__(kCtaThreads) row_norm_kernel(const __grid_cons
   int64_t slice_index, slice_row;
   divide(flat_row, p.slice.row_count, slice_index, slice_row);
   const int64_t row = p.slice.row_begin + slice_row;
-  const int keys = static_cast<int>(p.slice.col_count);
-  const int visible = p.causal ? static_cast<int>(min(row + 1, p.slice.col_count)) : keys;
+  const int visible = key_range(p.sequence, p.slice.col_count).end_of_row(static_cast<int>(row));
 
   T* g_row = static_cast<T*>(p.probabilities.data) + slice_index * p.probabilities.slice_stride +
              slice_row * p.probabilities.row_stride;

@@ -11,6 +11,8 @@
 #include <type_traits>
 
 #include "attention/pipeline/params.h"
+#include "attention/softmax/online_softmax.cuh"
+#include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
@@ -73,10 +75,9 @@ __global__ void __launch_bounds__(kSoftmaxThreads, Tile::kCtasPerSm)
        ++slice_row) {
     const int row = static_cast<int>(p.slice.row_begin + slice_row);
     // Keys [0, visible) count; weights are written up to `filled`, where stage 3 stops reading for this row's tile.
-    const int keys = static_cast<int>(p.slice.col_count);
-    const int visible = p.causal ? min(row + 1, keys) : keys;
-    const int tile_end = static_cast<int>(p.slice.row_begin) + (static_cast<int>(slice_row) / row_tile + 1) * row_tile;
-    const int filled = p.causal ? min(tile_end, keys) : keys;
+    const KeyRange range = key_range(p.sequence, p.slice.col_count);
+    const int visible = range.end_of_row(row);
+    const int filled = range.end_of_tile(row - static_cast<int>(slice_row) % row_tile, row_tile);
 
     const Acc* g_scores = g_matrix + slice_row * p.scores.row_stride;
     T* g_weights = g_weights_matrix + slice_row * p.weights.row_stride;
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, Tile::kCtasPerSm)
 
     if (thread == 0) {
       g_row_sum[slice_row * p.row_sum.row_stride] = sum;
-      g_lse[row * p.lse.row_stride] = sum == Acc(0) ? negative_infinity(Acc(0)) : max + natural_log(sum);
+      g_lse[row * p.lse.row_stride] = log_sum_exp(max, sum);
     }
   }
 }

@@ -2,7 +2,7 @@
 // P into keep * P, which is what dV is made of; the 1 / (1 - p) is left to the product's epilogue.
 //
 // Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, then per quad of columns: read P, draw the
-// forward's random words again, store. Tiles wholly above the diagonal return at once. P = 0 gives dS = 0 whatever it
+// forward's random words again, store. Tiles that no row sees return at once. P = 0 gives dS = 0 whatever it
 // meets, so a row without a visible key has zero gradients.
 // Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
@@ -25,7 +25,7 @@ struct ScoreGradWork {
   int64_t first_batch;
 
   __device__ __forceinline__ ScorePlace place() const {
-    return score_place<Tile>(p.slice, p.causal, tile_of(blockIdx.x, m_tiles, n_tiles, first_batch));
+    return score_place<Tile>(p.slice, p.sequence, tile_of(blockIdx.x, m_tiles, n_tiles, first_batch));
   }
 
   __device__ __forceinline__ int aim(TileLoader<Tile, typename Tile::A>& grad_out,

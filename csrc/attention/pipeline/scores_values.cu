@@ -1,7 +1,7 @@
 // Stage 3: out = weights . values * factor / row_sum for one slice of rows; in the backward also dQ = scale * dS . key.
 //
 // Product of a block tile on Tensor Cores or CUDA cores, gemm/mainloop.cuh, then per quad of columns: times factor / row_sum,
-// where a row whose sum is 0 (no visible key) gives exactly 0. Causal: k ends at the last key that a row of the tile
+// where a row whose sum is 0 (no visible key) gives exactly 0. k ends at the last key that a row of the tile
 // sees.
 // Over many keys (p.carry) the sum is made in parts of kPartKeys, a launch each, and carried from one to the next in float.
 // Grid: one CTA per block tile of every matrix of the slice (tile_of); causal: longest row tiles first. 128 threads (half types) or
@@ -9,6 +9,7 @@
 // Shared memory: 72,704 bytes (half types), 57,088 (float), 54,016 (double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/carry.cuh"
 #include "attention/pipeline/params.h"
+#include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "gemm/mainloop.cuh"
@@ -17,11 +18,11 @@ namespace attention_ext {
 namespace {
 
 // The keys of one launch.
-struct KeyRange {
+struct KeyPart {
   int begin, end;
 };
 struct ValuesParams : ScoresValuesParams {
-  KeyRange part;
+  KeyPart part;
 };
 
 template <class Tile>
@@ -30,7 +31,7 @@ struct ValuesWork {
   using Acc = typename Tile::Acc;
 
   const ScoresValuesParams& p;
-  const KeyRange& part;
+  const KeyPart& part;
   int m_tiles, n_tiles;
   int64_t first_batch;
 
@@ -45,12 +46,11 @@ struct ValuesWork {
     Place at;
     at.n = p.slice.batch_begin + index.batch;
     at.slice_index = index.batch;
-    at.row = (p.causal ? m_tiles - 1 - index.m : index.m) * Tile::kM;  // causal: longest first
+    at.row = (p.sequence.causal ? m_tiles - 1 - index.m : index.m) * Tile::kM;  // causal: longest first
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
     at.cols = static_cast<int>(p.Ev) - at.col;
-    at.keys = part.end;
-    if (p.causal) at.keys = min(at.keys, static_cast<int>(p.slice.row_begin) + at.row + Tile::kM);
+    at.keys = key_range(p.sequence, part.end).end_of_tile(static_cast<int>(p.slice.row_begin) + at.row, Tile::kM);
     return at;
   }
 

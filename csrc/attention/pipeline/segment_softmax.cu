@@ -8,6 +8,9 @@
 // Grid: one CTA of 256 threads per 32 rows of up to 1024 keys (8 lanes a row), 8 rows of up to 4096 (a warp a row), or one row.
 // Shared memory: 96 bytes.
 #include "attention/pipeline/params.h"
+#include "attention/softmax/online_softmax.cuh"
+#include "attention/visibility/key_range.cuh"
+#include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
@@ -59,7 +62,7 @@ __device__ __forceinline__ void rescale_row(const SegmentSoftmaxParams& p, const
 #pragma unroll 1
   for (int col = threadIdx.x % Tile::kThreadsPerRow * Tile::kChunk; col < filled; col += Tile::kThreadsPerRow * Tile::kChunk) {
     const int segment = col / kSegment;
-    // Behind `segments` lie zeros that stage 1 wrote for a tile on the diagonal.
+    // After `segments` lie zeros that stage 1 wrote for a tile of which other rows see more.
     const float factor = segment < segments ? rescale_factor<T>(g_statistics[segment].reference, row_reference) : 1.0f;
     if (factor == 1.0f && !kDropout) continue;
     Chunk chunk = *reinterpret_cast<const Chunk*>(g_row + col);
@@ -89,11 +92,10 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
   divide(exists ? flat_row : 0, p.slice.row_count, slice_index, slice_row);
   const int64_t n = p.slice.batch_begin + slice_index;
   const int thread = threadIdx.x % Tile::kThreadsPerRow;
-  const int keys = static_cast<int>(p.slice.col_count);
   const int row = static_cast<int>(p.slice.row_begin + slice_row);
-  // Causal: segments that begin after key `row` are hidden and may not have been written.
-  const int visible = p.causal ? min(row + 1, keys) : keys;
-  const int segments = exists ? (visible + kSegment - 1) / kSegment : 0;
+  const KeyRange range = key_range(p.sequence, p.slice.col_count);
+  // Segments without a key that the row sees may not have been written.
+  const int segments = exists ? (range.end_of_row(row) + kSegment - 1) / kSegment : 0;
   const auto* g_statistics = static_cast<const SegmentStatistics*>(p.statistics.data) +
                              slice_index * p.statistics.slice_stride + slice_row * p.statistics.row_stride;
 
@@ -127,13 +129,12 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
   if (thread == 0) {
     static_cast<float*>(p.row_sum.data)[slice_index * p.row_sum.slice_stride + slice_row * p.row_sum.row_stride] = rounded_sum;
     static_cast<float*>(p.lse.data)[batch_offset(p.batch, p.lse, n, slice_index) + row * p.lse.row_stride] =
-        sum == 0.0f ? negative_infinity(0.0f) : reference + natural_log(sum);
+        log_sum_exp(reference, sum);
   }
   if (rescale) {
     // Stage 3 reads to the end of the row's tile.
-    const int tile_end = static_cast<int>(p.slice.row_begin) + (static_cast<int>(slice_row) / row_tile + 1) * row_tile;
     rescale_row<Tile, kDropout>(
-        p, g_statistics, segments, reference, n, row, p.causal ? min(tile_end, keys) : keys,
+        p, g_statistics, segments, reference, n, row, range.end_of_tile(row - static_cast<int>(slice_row) % row_tile, row_tile),
         static_cast<T*>(p.weights.data) + slice_index * p.weights.slice_stride + slice_row * p.weights.row_stride);
   }
 }

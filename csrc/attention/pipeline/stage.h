@@ -14,7 +14,7 @@ Stage stage_of(const ForwardParams& params, const Slice& slice) {
   stage.L = params.L;
   stage.dropout = params.dropout;
   stage.type = params.type;
-  stage.causal = params.causal;
+  stage.sequence = params.sequence;
   return stage;
 }
 

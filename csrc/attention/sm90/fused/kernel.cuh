@@ -63,7 +63,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if constexpr (kGeneral) {
       FusedWork work;
       work.init(p, blockIdx.x, columns);
-      mark_visible_blocks<Tile>(p, work, shared.visible);
+      visit_mask<typename Tile::T>(p.mask, p.mask_type,
+                                   [&](auto* g_mask) { mark_visible_blocks<Tile>(p, work, g_mask, shared.visible); });
     }
     give_registers<Tile::kProducerRegisters>();
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);

@@ -28,7 +28,8 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
   const int64_t sms = current_device_info().sms;
-  const FusedGrid grid = fused_grid(Tile::kClass, params.N, group, params.L, params.S, params.Ev, params.causal, kGeneral, sms);
+  const FusedGrid grid =
+      fused_grid(Tile::kClass, params.N, group, params.L, params.S, params.Ev, params.sequence.causal, kGeneral, sms);
 
   // In one wave: start while the kernel before still runs; the kernel waits for it (wait_for_prerequisites). In more, later CTAs
   // start late anyhow.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/visibility/key_range.cuh"
 #include "device/common/batch.cuh"
 #include "device/sm90/tma.cuh"
 #include "plan/sm90_fused.h"
@@ -33,15 +34,14 @@ struct FusedWork {
     flat_tile /= shares;
     n_group = flat_tile / m_tiles;
     int tile = flat_tile % m_tiles;
-    if (p.causal) tile = m_tiles - 1 - tile;
+    if (p.sequence.causal) tile = m_tiles - 1 - tile;
     first_row = tile * tile_rows;
     rows = min(static_cast<int>(p.L) * group - first_row, tile_rows);
-    keys = open_keys = static_cast<int>(p.S);
-    if (p.causal) {
-      keys = min(keys, query_of(rows - 1) + 1);
-      open_keys = min(open_keys, query_of(0) + 1);
-    }
+    const KeyRange all = key_range(p.sequence, p.S);
+    keys = all.end_of_row(query_of(rows - 1));
+    open_keys = all.end_of_row(query_of(0));
   }
+  __device__ __forceinline__ KeyRange range(const Sequence& sequence) const { return {sequence.causal, keys}; }
   __device__ __forceinline__ int query_of(int row) const { return (first_row + row) / group; }
   __device__ __forceinline__ uint32_t head_of(int row) const { return n_group * group + (first_row + row) % group; }
   __device__ __forceinline__ int blocks() const { return (keys + kFusedKeys - 1) / kFusedKeys; }
@@ -54,6 +54,13 @@ struct FusedWork {
   __device__ __forceinline__ int value_slots(int block, int slot_keys) const {
     return (min(keys - block * kFusedKeys, kFusedKeys) + slot_keys - 1) / slot_keys;
   }
+};
+
+// Named barriers; 0 is __syncthreads.
+enum FusedBarrier {
+  kBarrierConsumers = 1,  // both consumer warpgroups
+  kBarrierMarked = 2,     // all warps: the visible blocks are marked
+  kBarrierOwn = 3,        // and 4: one consumer warpgroup
 };
 
 template <class T_, int kClass_>

@@ -1,20 +1,16 @@
 // What a CTA of the fused kernels works on: its rows, its keys, and the blocks of keys in the order of the walk.
 #pragma once
 
-#include <type_traits>
-
 #include "attention/params.h"
 #include "attention/sm90/fused/tile.cuh"
-#include "device/common/batch.cuh"
-#include "device/common/math.cuh"
-#include "device/common/types.cuh"
+#include "attention/visibility/score_modifier.cuh"
 
 namespace attention_ext {
 
 // Marks the blocks of keys that the mask shows to any of the CTA's rows: one warpgroup, all bits being 0. A barrier must follow.
 template <class Tile, class Stored>
-__device__ __forceinline__ void mark_visible_blocks_of(const ForwardParams& p, const FusedWork& work, uint32_t* s_visible) {
-  const Stored* g_mask = static_cast<const Stored*>(p.mask.data);
+__device__ __forceinline__ void mark_visible_blocks(const ForwardParams& p, const FusedWork& work, const Stored* g_mask,
+                                                    uint32_t* s_visible) {
   const int blocks = min(work.blocks(), kTrackedBlocks), lane = threadIdx.x % 32;
   const int rows = p.mask.row_stride == 0 && work.group == 1 ? 1 : work.rows;
   constexpr int kRowsAtOnce = 8;  // whose reads are under way together
@@ -27,32 +23,17 @@ __device__ __forceinline__ void mark_visible_blocks_of(const ForwardParams& p, c
       bool any = false;
 #pragma unroll
       for (int row = 0; row < kRowsAtOnce; ++row) {
-        // Rows behind the last one are the last one again.
+        // Rows after the last one are the last one again.
         const Stored* g_row = g_mask + __shfl_sync(0xffffffffu, first < 32 ? low : high, first % 32 + row);
 #pragma unroll
         for (int i = 0; i < Tile::kN / 32; ++i) {
           const int key = min(block * Tile::kN + i * 32 + lane, work.keys - 1);
-          const Stored stored = g_row[key * p.mask.col_stride];
-          if constexpr (std::is_same_v<Stored, uint8_t>) {
-            any |= stored != 0;
-          } else {
-            any |= to_accumulator(stored) != negative_infinity(0.0f);
-          }
+          any |= mask_shows(g_row[key * p.mask.col_stride]);
         }
       }
       visible = __any_sync(0xffffffffu, any);
     }
     if (visible && lane == 0) atomicOr(&s_visible[block / 32], 1u << block % 32);
-  }
-}
-
-template <class Tile>
-__device__ __forceinline__ void mark_visible_blocks(const ForwardParams& p, const FusedWork& work, uint32_t* s_visible) {
-  switch (p.mask_type) {
-    case MaskType::kNone: break;
-    case MaskType::kBool: mark_visible_blocks_of<Tile, uint8_t>(p, work, s_visible); break;
-    case MaskType::kSameAsQuery: mark_visible_blocks_of<Tile, typename Tile::T>(p, work, s_visible); break;
-    case MaskType::kFloat: mark_visible_blocks_of<Tile, float>(p, work, s_visible); break;
   }
 }
 

@@ -8,6 +8,7 @@
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/softmax/segment.cuh"
 #include "attention/visibility/score_modifier.cuh"
+#include "attention/visibility/score_place.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/tensor_map.h"
@@ -38,7 +39,7 @@ struct WgmmaScoresWork {
   __device__ __forceinline__ Place aim(int64_t tile) const {
     Place at;
     static_cast<ScorePlace&>(at) =
-        score_place<Tile>(p.slice, p.causal, tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0));
+        score_place<Tile>(p.slice, p.sequence, tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0));
     at.steps = at.hidden ? 0 : static_cast<int>((p.E + Tile::kK - 1) / Tile::kK);
     at.a.at[0] = at.b.at[0] = 0;
     at.a.at[1] = at.row;
@@ -51,8 +52,7 @@ struct WgmmaScoresWork {
 
   __device__ __forceinline__ void store(const Place& at, int row, Nothing, const float (&product)[Tile::kN / 2],
                                         uint32_t s_strip) const {
-    const bool plain = p.mask_type == MaskType::kNone && !(p.causal && at.col + Tile::kN - 1 > at.row) && at.rows >= Tile::kM &&
-                       at.cols >= Tile::kN;
+    const bool plain = p.mask_type == MaskType::kNone && wholly_visible<Tile>(at);
     if (!plain || !store_plain(at, row, product, s_strip)) store_any(at, row, product, s_strip);
   }
 
@@ -101,9 +101,10 @@ struct WgmmaScoresWork {
         const int pair_row = row + i / 2 % 2 * 8;
         float pair[2] = {negative_infinity(0.0f), negative_infinity(0.0f)};
         if (pair_row < at.rows) {
-          pair[0] = before * product[segment * (kSegment / 2) + i];
-          pair[1] = before * product[segment * (kSegment / 2) + i + 1];
-          finish_scores<T>(p, at, mask_offset, pair_row, segment * kSegment + i / 4 * 8 + threadIdx.x % 4 * 2, pair);
+          pair[0] = product[segment * (kSegment / 2) + i];
+          pair[1] = product[segment * (kSegment / 2) + i + 1];
+          make_scores<T>(pair, before, p.mask, p.mask_type, mask_offset, at.range, at.row + pair_row,
+                         at.col + segment * kSegment + i / 4 * 8 + static_cast<int>(threadIdx.x % 4 * 2));
         }
         x[i] = pair[0];
         x[i + 1] = pair[1];
@@ -161,7 +162,7 @@ struct WgmmaScoresWork {
     T* g_out = static_cast<T*>(p.out.data) + at.slice_index * p.out.slice_stride +
                (at.slice_row + warp_row + lane / 8) * p.out.row_stride + at.slice_col + segment * kSegment + lane % 8 * 8;
     for_each_chunk<T, 4>(weights, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
-      // A chunk that begins at an existing key may end behind the last one, still inside the row's pitch: zeros.
+      // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
       if (kWhole || (warp_row + chunk_row < at.rows && segment * kSegment + chunk_col < at.cols)) {
         *reinterpret_cast<uint4*>(g_out + (chunk_row - lane / 8) * p.out.row_stride) = *reinterpret_cast<const uint4*>(chunk);
       }

@@ -5,6 +5,7 @@
 // the tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
 // Grid: persistent CTAs, one an SM; causal: longest row tiles first. Shared memory: WgmmaTile::Shared. Registers: 232.
 #include "attention/sm90/pipeline/pipeline.h"
+#include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/tensor_map.h"
@@ -36,13 +37,12 @@ struct WgmmaValuesWork {
     Place at;
     at.slice_index = p.slice.batch_count - 1 - index.batch;  // what stage 1 wrote last may still lie in L2
     at.n = p.slice.batch_begin + at.slice_index;
-    at.row = (p.causal ? m_tiles() - 1 - index.m : index.m) * Tile::kM;
+    at.row = (p.sequence.causal ? m_tiles() - 1 - index.m : index.m) * Tile::kM;
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
     at.cols = static_cast<int>(p.Ev) - at.col;
-    int keys = static_cast<int>(p.slice.col_count);
-    if (p.causal) keys = min(keys, static_cast<int>(p.slice.row_begin) + at.row + Tile::kM);
-    at.steps = (keys + Tile::kK - 1) / Tile::kK;
+    const KeyRange range = key_range(p.sequence, p.slice.col_count);
+    at.steps = (range.end_of_tile(static_cast<int>(p.slice.row_begin) + at.row, Tile::kM) + Tile::kK - 1) / Tile::kK;
     at.a = {{0, at.row, static_cast<int>(at.slice_index), 0, 0}};
     at.b.at[0] = at.col;
     at.b.at[1] = 0;

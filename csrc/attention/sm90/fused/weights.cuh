@@ -1,0 +1,53 @@
+// The weights of a block of keys in shared memory, as wgmma reads them: tiles of 64 rows by 64 keys, 128 bytes a row, swizzled. Each warp
+// makes its own 16 rows. `row`: of this thread's first element in a 64 x n product.
+#pragma once
+
+#include "attention/sm90/fused/work.cuh"
+#include "device/common/random.cuh"
+#include "device/common/types.cuh"
+#include "device/sm80/cp_async.cuh"
+#include "device/sm90/warpgroup.cuh"
+#include "device/sm90/wgmma.cuh"
+
+namespace attention_ext {
+
+// Byte offset of 16-byte chunk `chunk` of a row.
+template <class Tile>
+__device__ __forceinline__ uint32_t weights_offset(uint32_t row, uint32_t chunk) {
+  return chunk / 8 * (Tile::kM * Tile::kStep * sizeof(typename Tile::T)) + swizzled(row, chunk % 8);
+}
+
+template <class Tile>
+__device__ __forceinline__ void store_weights(const float (&weights)[Tile::kN / 2], uint32_t s_weights, int row) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t matrix_row = row - lane / 4 + lane % 16;  // matrices 0 and 2: the warp's first eight rows; 1 and 3: the others
+#pragma unroll
+  for (int tile = 0; tile < Tile::kN / 8; tile += 2) {
+    uint32_t m[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m[i] = pack_pair<typename Tile::T>(weights[tile * 4 + 2 * i], weights[tile * 4 + 2 * i + 1]);
+    store_matrices(s_weights + weights_offset<Tile>(matrix_row, tile + lane / 16), m[0], m[1], m[2], m[3]);
+  }
+}
+
+// Dropout, quad by quad of keys.
+template <class Tile>
+__device__ __forceinline__ void drop_weights(const Dropout& dropout, const FusedWork& work, int block, uint32_t s_weights,
+                                             int row) {
+  using T = typename Tile::T;
+  const int64_t seed = *dropout.seed;
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int i = lane; i < 16 * Tile::kN / 4; i += 32) {
+    const int quad_row = row - lane / 4 + i / (Tile::kN / 4), key = i % (Tile::kN / 4) * 4;
+    const uint32_t s_quad = s_weights + weights_offset<Tile>(quad_row, key / 8) + key % 8 * sizeof(T);
+    Quad<T>& stored = *static_cast<Quad<T>*>(const_cast<void*>(shared_pointer(s_quad)));
+    float weights[4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) weights[e] = to_accumulator(stored.value[e]);
+    drop_quad(weights, dropout, seed, work.head_of(quad_row), work.query_of(quad_row), block * Tile::kN + key);
+    store_whole_quad(stored.value, weights);
+  }
+}
+
+}  // namespace attention_ext
