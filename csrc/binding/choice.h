@@ -51,7 +51,7 @@ inline std::string not_for_tma(const ForwardParams& params, const Tensor& query,
 }
 
 // The kernel to run, and why: the one that was asked for by name, or the plan's choice.
-inline Plan choose_kernel(const char* op, const std::string& name, const ForwardParams& params, const std::string& not_for_tma,
+inline Plan choose_kernel(const std::string& name, const ForwardParams& params, const std::string& not_for_tma,
                           int32_t device) {
   int major = 0, minor = 0;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
@@ -60,12 +60,12 @@ inline Plan choose_kernel(const char* op, const std::string& name, const Forward
   if (kernel_by_name(name, kernel)) {
     const bool hopper = ATTENTION_EXT_HAS_SM90A && 10 * major + minor == 90;
     if (kernel != Kernel::kPipeline && !(hopper && takes(kernel, params))) {
-      fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\"");
+      fail("kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\"");
     }
     return {kernel, "kernel_name asked for it", 0, false};
   }
   if (name != "auto")
-    fail(op, "kernel_name", "\"auto\" or one of the kernels \"pipeline\", \"sm90_512\", \"sm90_1024\" and \"sm90_pipeline\"",
+    fail("kernel_name", "\"auto\" or one of the kernels \"pipeline\", \"sm90_512\", \"sm90_1024\" and \"sm90_pipeline\"",
          "\"" + name + "\"");
   const int64_t heads = params.batch.size[params.batch.count - 1];
   Problem problem = {params.N / std::max<int64_t>(heads, 1),
