@@ -10,28 +10,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = [
-    "AUTOCAST",
-    "BELOW_AUTOGRAD",
-    "argument_names",
-    "autograd_is_off",
-    "below_autograd",
-    "below_keys",
-    "is_dual",
-    "keyset",
-    "math_attention",
-    "module_hooks",
-    "plain_torch_function",
-    "runs_host_code",
-    "softmax_backward",
-    "tell_calls_apart",
-    "torch_linear",
-    "torch_sdpa",
-    "transforms",
-    "within_forward_mode",
-    "within_vmap",
-]
-
 # PyTorch's operators themselves, not those of torch.nn.functional at the time of a call: this package's may stand in their place.
 torch_sdpa: Any = torch._C._nn.scaled_dot_product_attention
 torch_linear: Any = torch._C._nn.linear

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._torch_private import AUTOCAST, autograd_is_off, below_keys, is_dual, transforms, within_forward_mode
 
-__all__ = ["below_autocast", "castable", "constant", "forward_mode", "tangents", "why_composed", "wraps"]
+__all__ = ["autocast_to", "below_autocast", "constant", "forward_mode", "tangents", "why_composed", "wraps"]
 
 
 def below_autocast(device_type: str = "cpu") -> Any:
@@ -15,9 +15,10 @@ def below_autocast(device_type: str = "cpu") -> Any:
     return below_keys(AUTOCAST[device_type])
 
 
-def castable(tensor: Tensor, device_type: str) -> bool:
-    """Whether an autocast region of this device type casts such an operand."""
-    return tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device_type
+def autocast_to(dtype: torch.dtype, device_type: str, tensor: Any) -> Any:
+    """An operand in an autocast region of this device type, which leaves float64, other devices and None alone."""
+    casts = tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(dtype) if casts and tensor.device.type == device_type else tensor
 
 
 def constant(number: float | None) -> float | None:

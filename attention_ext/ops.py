@@ -134,16 +134,9 @@ class Explanation:
 
 
 def explain(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Explanation:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Explanation:  # fmt: skip
     """Which kernel sdpa would run for these arguments, and why. Runs nothing; raises what sdpa would raise."""
     call, _ = router.checked(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     target, reason = router.route(call)
@@ -154,16 +147,9 @@ def explain(
 
 
 def preferred(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> bool:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> bool:  # fmt: skip
     """Whether sdpa was measured faster than PyTorch's own operator for such a call; False where nothing was measured."""
     return explain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).preferred
 

@@ -1,5 +1,6 @@
 """Registers all of the operators that is not a kernel: router, fake kernels, CPU path, autograd, autocast, vmap."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from .._checks import refuse
 from .._dispatch import redispatch, register_operator
-from .._transforms import below_autocast, castable, tangents
+from .._transforms import autocast_to, below_autocast, tangents
 from . import reference, router
 from .autograd import Attention, AttentionGrad, log_backward
 from .bias import plain_mask, plain_result
@@ -87,17 +88,13 @@ def _autocast(operator: Any, device_type: str) -> Any:
 
     def cast(*arguments: Any, **options: Any) -> Any:
         call = AttentionCall.of_router(*arguments, **options)
-        dtype = torch.get_autocast_dtype(device_type)
-
-        def lower(t: Tensor) -> Tensor:
-            return t.to(dtype) if castable(t, device_type) else t
-
+        lower = partial(autocast_to, torch.get_autocast_dtype(device_type), device_type)
         mask, is_causal = plain_mask(call.attn_mask, call.query, call.key, call.is_causal)
         given = mask is call.attn_mask
         with below_autocast(device_type):
             mask = mask if mask is None or mask.dtype == torch.float32 else lower(mask)
-            operands: dict[str, Any] = {"query": lower(call.query), "key": lower(call.key), "value": lower(call.value)}
-            out = call._replace(**operands, attn_mask=mask, is_causal=is_causal).through(operator)
+            query, key, value = map(lower, call[:3])
+            out = call._replace(query=query, key=key, value=value, attn_mask=mask, is_causal=is_causal).through(operator)
         return out if given else plain_result(out) if isinstance(out, Tensor) else tuple(map(plain_result, out))
 
     return cast

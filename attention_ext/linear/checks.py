@@ -74,17 +74,9 @@ def _check_scale(scale: Tensor, input: Tensor, features: int) -> None:
 
 
 def check_linear_batchnorm_softmax(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    bn_weight: Tensor | None,
-    bn_bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    scale: Tensor,
-    training: bool,
-    eps: float,
-) -> None:
+    input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
+    running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
+) -> None:  # fmt: skip
     """Refuses what linear_batchnorm_softmax is not defined for."""
     check_dense("input", input)
     if input.dtype not in DTYPES:

@@ -14,7 +14,7 @@ from torch import Tensor
 from .._dispatch import call_kernel, redispatch, register_operator
 from .._log import log_call, log_wanted
 from .._torch_private import torch_linear
-from .._transforms import below_autocast, castable, why_composed, wraps
+from .._transforms import autocast_to, below_autocast, why_composed, wraps
 from .checks import check_linear_float32
 
 __all__ = ["exactly", "log_composed", "log_kernel", "product", "register"]
@@ -115,9 +115,7 @@ def _autocast(device_type: str) -> Any:
     """float32 in an autocast region too: half operands are widened, as those of PyTorch's operators that autocast to float32."""
 
     def cast(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-        def widen(t: Tensor | None) -> Tensor | None:
-            return t.float() if t is not None and castable(t, device_type) else t
-
+        widen = partial(autocast_to, torch.float32, device_type)
         with below_autocast(device_type):
             return _OPERATOR(widen(input), widen(weight), widen(bias))
 

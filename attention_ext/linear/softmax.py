@@ -16,7 +16,7 @@ from torch import Tensor
 from .._checks import accumulator, surely
 from .._dispatch import call_kernel, redispatch, register_operator
 from .._torch_private import softmax_backward, torch_linear
-from .._transforms import below_autocast, castable, constant, why_composed
+from .._transforms import autocast_to, below_autocast, constant, why_composed
 from .checks import as_scale, check_linear_batchnorm_softmax
 from .product import exactly, log_composed, log_kernel, product
 
@@ -59,11 +59,9 @@ def _cpu(*args: Any) -> _Four:
         return out.contiguous(), mean, var, linear.contiguous()
 
 
-def _fake(
-    input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
-    running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
-) -> _Four:  # fmt: skip
-    check_linear_batchnorm_softmax(input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps)
+def _fake(*args: Any) -> _Four:
+    check_linear_batchnorm_softmax(*args)
+    input, weight = args[:2]
     acc, shape = accumulator(input.dtype), [input.size(0), weight.size(0)]
     mean, var = (input.new_empty(shape[1:], dtype=acc) for _ in range(2))
     return input.new_empty(shape), mean, var, input.new_empty(shape, dtype=acc)
@@ -155,25 +153,13 @@ def _autocast(device_type: str) -> Any:
     """In an autocast region: the product's operands in the region's dtype, all else in float32, the output in the dtype that
     softmax(scale * bn(linear(input))) has there: float32 on CUDA, on the CPU what scale and the product promote to."""
 
-    def cast(
-        input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
-        running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
-    ) -> _Four:  # fmt: skip
-        dtype = torch.get_autocast_dtype(device_type)
-
-        def lower(t: Tensor | None) -> Tensor | None:
-            return t.to(dtype) if t is not None and castable(t, device_type) else t
-
-        def widen(t: Tensor | None) -> Tensor | None:
-            return t.float() if t is not None and castable(t, device_type) else t
-
+    def cast(*args: Any) -> _Four:
+        dtypes = [torch.get_autocast_dtype(device_type)] * 3 + [torch.float32] * 5
         with below_autocast(device_type):
-            out, mean, var, linear = _OPERATOR(
-                lower(input), lower(weight), lower(bias), widen(bn_weight), widen(bn_bias), widen(running_mean),
-                widen(running_var), widen(scale), training, eps,
-            )  # fmt: skip
+            tensors = [autocast_to(dtype, device_type, t) for dtype, t in zip(dtypes, args, strict=False)]
+            out, mean, var, linear = _OPERATOR(*tensors, *args[8:])
             if out.dtype != torch.float64:
-                out = out.to(torch.float32 if device_type == "cuda" else torch.result_type(out, scale))
+                out = out.to(torch.float32 if device_type == "cuda" else torch.result_type(out, args[7]))
         return out, mean, var, linear
 
     return cast

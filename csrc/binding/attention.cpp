@@ -14,17 +14,6 @@
 namespace attention_ext {
 namespace {
 
-Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int32_t device) {
-  if (!(p >= 0.0 && p <= 1.0)) fail(op, "dropout_p", "a number from 0 to 1", std::to_string(p));
-  if (p == 0.0) return {};
-  if (!seed.has_value() || !seed->defined()) fail(op, "seed", "a tensor when dropout_p is not 0", "None");
-  check_tensor(op, "seed", *seed, 0, device);
-  check_type(op, "seed", *seed, ScalarType::Long);
-  if (seed->numel() != 1) fail(op, "seed", "one element", "shape " + text(sizes_of(*seed)));
-  return {static_cast<const int64_t*>(data_of(*seed)), static_cast<uint64_t>(p * 4294967296.0),
-          p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
-}
-
 using ForwardLauncher = cudaError_t (*)(const ForwardParams&, cudaStream_t);
 constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, fused_forward_512, fused_forward_1024,
                                                  wgmma_pipeline};  // in the order of kForwardKernels
@@ -43,15 +32,15 @@ struct ForwardCall {
 
 // Checks a call and chooses its kernel, the same for a call that runs and for one that is only explained: with `out` and `lse` null
 // nothing is allocated.
-ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
-                         const OptionalTensor& attn_mask, const Dropout& dropout, bool is_causal, std::optional<double> scale,
-                         bool enable_gqa, int64_t workspace_bytes, const std::string& kernel_name, Tensor* out, Tensor* lse,
+ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
+                         const Dropout& dropout, bool is_causal, std::optional<double> scale, bool enable_gqa,
+                         int64_t workspace_bytes, const std::string& kernel_name, Tensor* out, Tensor* lse,
                          std::string* reason) {
   ForwardCall call = {};
   ForwardParams& params = call.params;
-  params.type = check_inputs(op, query, key, &value);
+  params.type = check_inputs(query, key, &value, enable_gqa);
   const int32_t device = query.get_device_index();
-  Views views(op, enable_gqa);
+  Views views(enable_gqa);
   views.broadcast("query", query, 2);
   views.broadcast("key", key, 2);
   views.broadcast("value", value, 2);
@@ -75,13 +64,13 @@ ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key,
   views.add(params.value, value);
   views.add(params.out, out == nullptr ? nullptr : data_of(*out), out_sizes, out_strides, type);
   views.add(params.lse, lse == nullptr ? nullptr : data_of(*lse), lse_sizes, lse_strides, accumulator, 1);
-  params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
+  params.mask_type = check_mask(attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
   views.finish(params.batch);
   if (is_causal) params.S = std::min(params.S, params.L);  // no query sees the keys after the last one
   params.workspace_bytes = workspace_bytes;
   const Problem problem = problem_of(params, params.key.group, params.value.group);
   const DeviceInfo card = device_info(device);
-  call.row = choose_row(op, kForwardKernels, kernel_name, problem, card, workspace_bytes, reason);
+  call.row = choose_row(kForwardKernels, kernel_name, problem, card, workspace_bytes, reason);
   call.workspace = kForwardKernels[call.row].workspace(problem, card, workspace_bytes);
   call.preferred = kernel_name == "auto" && preferred(problem, card);
   return call;
@@ -91,12 +80,12 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
                                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
                                         int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_forward";
-  if (!query.defined()) fail(op, "query", "a tensor", "None");
+  check_defined("query", query);
   const int32_t device = query.get_device_index();
   const OperatorScope scope(device);
   Tensor out, lse;
-  const Dropout dropout = check_dropout(op, dropout_p, seed, device);
-  ForwardCall call = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
+  const Dropout dropout = check_dropout(dropout_p, seed, query);
+  ForwardCall call = forward_call(query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
                                   kernel_name, &out, &lse, nullptr);
   std::optional<Tensor> workspace;
   if (call.workspace > 0) {
@@ -112,13 +101,12 @@ std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tens
                                                               double dropout_p, bool is_causal, std::optional<double> scale,
                                                               bool enable_gqa, int64_t workspace_bytes,
                                                               std::string kernel_name) {
-  const char* op = "sdpa_plan";
-  if (!query.defined()) fail(op, "query", "a tensor", "None");
+  check_defined("query", query);
   static constexpr int64_t kAnySeed = 0;  // kernels ask whether there is one, and here none of them runs
   const Dropout dropout = {dropout_p > 0.0 ? &kAnySeed : nullptr, 0, 1.0};
   std::string reason;
-  const ForwardCall call = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa,
-                                        workspace_bytes, kernel_name, nullptr, nullptr, &reason);
+  const ForwardCall call = forward_call(query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
+                                        kernel_name, nullptr, nullptr, &reason);
   return {kForwardKernels[call.row].name, reason, call.workspace, call.preferred};
 }
 
@@ -134,52 +122,45 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
                                                          bool wide_grads, int64_t workspace_bytes, std::string kernel_name) {
   const char* op = "sdpa_backward";
   BackwardParams params = {};
-  params.type = check_inputs(op, query, key, &value);
+  params.type = check_inputs(query, key, &value, enable_gqa);
   const int32_t device = query.get_device_index();
   const OperatorScope scope(device);
   const ScalarType type = query.scalar_type(), accumulator = accumulator_type(params.type);
-  Views views(op, enable_gqa);
+  Views views(enable_gqa);
   views.broadcast("query", query, 2);
+  views.broadcast("key", key, 2);
+  views.broadcast("value", value, 2);
   params.N = views.count();
   params.L = query.size(query.dim() - 2);
   params.S = key.size(key.dim() - 2);
   params.E = query.size(query.dim() - 1);
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
-  params.dropout = check_dropout(op, dropout_p, seed, device);
+  params.dropout = check_dropout(dropout_p, seed, query);
   params.sequence.causal = is_causal;
 
-  // The leading dims are the query's, without broadcasting; only the heads of key and value may be fewer.
+  // The operands have one set of leading dims; only the heads of key and value may be fewer.
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
-  Sizes key_sizes = views.batch_sizes(), value_sizes = key_sizes;
-  if (enable_gqa) {
-    views.broadcast("key", key, 2);
-    views.broadcast("value", value, 2);
-    key_sizes.back() = key.size(key.dim() - 3);
-    value_sizes.back() = value.size(value.dim() - 3);
-  }
+  const auto with_own_tail = [&](const Tensor& tensor) {
+    Sizes sizes = views.with({0, 0});
+    const Sizes own = sizes_of(tensor);
+    std::copy(own.end() - (enable_gqa ? 3 : 2), own.end(), sizes.end() - (enable_gqa ? 3 : 2));
+    return sizes;
+  };
+  const Sizes key_sizes = with_own_tail(key), value_sizes = with_own_tail(value);
+  check_shape("query", query, with_own_tail(query), type, query, 2);
+  check_shape("key", key, key_sizes, type, query, 2);
+  check_shape("value", value, value_sizes, type, query, 2);
+  check_shape("grad_out", grad_out, out_sizes, type, query, 2);
+  check_shape("out", out, out_sizes, type, query, 2);
+  check_shape("lse", lse, lse_sizes, accumulator, query, 1);
+  const bool has_grad_lse = grad_lse.has_value() && grad_lse->defined();
+  if (has_grad_lse) check_shape("grad_lse", *grad_lse, lse_sizes, accumulator, query, 1);
   const auto group_of = [&](const Sizes& own) {
-    return own.empty() || own.back() == 0 ? 1 : std::max<int64_t>(views.batch_sizes().back() / own.back(), 1);
+    return !enable_gqa || own[own.size() - 3] == 0 ? 1 : std::max<int64_t>(views.batch_sizes().back() / own[own.size() - 3], 1);
   };
   params.key_group = group_of(key_sizes);
   params.value_group = group_of(value_sizes);
-  key_sizes.insert(key_sizes.end(), {params.S, params.E});
-  value_sizes.insert(value_sizes.end(), {params.S, params.Ev});
-  check_sizes(op, "key", key, key_sizes);
-  check_sizes(op, "value", value, value_sizes);
-  const bool has_grad_lse = grad_lse.has_value() && grad_lse->defined();
-  check_tensor(op, "grad_out", grad_out, 2, device);
-  check_tensor(op, "out", out, 2, device);
-  check_tensor(op, "lse", lse, 1, device);
-  if (has_grad_lse) check_tensor(op, "grad_lse", *grad_lse, 1, device);
-  check_sizes(op, "grad_out", grad_out, out_sizes);
-  check_sizes(op, "out", out, out_sizes);
-  check_sizes(op, "lse", lse, lse_sizes);
-  if (has_grad_lse) check_sizes(op, "grad_lse", *grad_lse, lse_sizes);
-  check_type(op, "grad_out", grad_out, type);
-  check_type(op, "out", out, type);
-  check_type(op, "lse", lse, accumulator);
-  if (has_grad_lse) check_type(op, "grad_lse", *grad_lse, accumulator);
 
   const ScalarType grad_type = wide_grads ? accumulator : type;
   params.wide_grads = wide_grads;
@@ -197,14 +178,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   views.add(params.grad_query, grad_query);
   views.add(params.grad_key, grad_key);
   views.add(params.grad_value, grad_value);
-  params.mask_type = check_mask(op, attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
+  params.mask_type = check_mask(attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
 
   // The mask's gradient is summed in the accumulator type, in the result itself if that is its dtype.
   const cudaStream_t stream = current_stream(device);
   Tensor grad_mask, mask_sums;
   if (mask_grad) {
     if (params.mask_type == MaskType::kNone || params.mask_type == MaskType::kBool) {
-      fail(op, "mask_grad", "False where attn_mask is None or of dtype bool", "True");
+      fail("mask_grad", "False where attn_mask is None or of dtype bool", "True");
     }
     const Sizes sizes = sizes_of(*attn_mask), strides = layout_like(sizes, *attn_mask);
     grad_mask = allocate(sizes, strides, attn_mask->scalar_type(), device);
@@ -216,7 +197,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   }
   views.finish(params.batch);
   const Problem problem = problem_of(params, params.key_group, params.value_group);
-  const size_t row = choose_row(op, kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes);
+  const size_t row = choose_row(kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes);
   if (params.N > 0 && params.L > 0) {
     params.workspace_bytes = workspace_bytes;
     Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
@@ -227,7 +208,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
     clear(op, grad_value, stream, device);
   }
   if (mask_grad && grad_mask.scalar_type() != accumulator) {
-    const DataType mask_type = data_type(op, "attn_mask", grad_mask);
+    const DataType mask_type = data_type("attn_mask", grad_mask);
     check_status(op, launch_convert(data_of(mask_sums), data_of(grad_mask), grad_mask.numel(), params.type, mask_type, stream),
                  device);
   }

@@ -5,6 +5,7 @@
 
 #include "binding/tensors.h"
 #include "core/device_info.h"
+#include "core/slice.h"
 #include "core/tensors.h"
 
 #ifndef ATTENTION_EXT_BUILT_FOR
@@ -34,45 +35,53 @@ inline double scale_or_default(const std::optional<double>& scale, int64_t E) {
 }
 
 // query, key and value: (..., Hq, L, E), (..., Hk, S, E), (..., Hk, S, Ev), of one dtype and device.
-inline DataType check_inputs(const char* op, const Tensor& query, const Tensor& key, const Tensor* value) {
-  if (!query.defined()) fail(op, "query", "a tensor", "None");
-  const int32_t device = query.get_device_index();
-  check_tensor(op, "query", query, 2, device);
-  check_tensor(op, "key", key, 2, device);
-  const DataType type = data_type(op, "query", query);
-  check_type(op, "key", key, query.scalar_type());
-  if (key.size(key.dim() - 1) != query.size(query.dim() - 1)) {
-    fail(op, "key", "head dim " + std::to_string(query.size(query.dim() - 1)) + " as the query has",
-         std::to_string(key.size(key.dim() - 1)));
+inline DataType check_inputs(const Tensor& query, const Tensor& key, const Tensor* value, bool enable_gqa) {
+  const int64_t min_rank = enable_gqa ? 3 : 2;
+  check_operand("query", query, query, min_rank, "query's");
+  check_operand("key", key, query, min_rank, "query's");
+  if (value != nullptr) check_operand("value", *value, query, min_rank, "query's");
+  const int64_t E = query.size(query.dim() - 1), S = key.size(key.dim() - 2);
+  if (key.size(key.dim() - 1) != E) {
+    fail("key", "the query's head dim E = " + std::to_string(E) + " as its last size", shape_of(key));
   }
-  if (value == nullptr) return type;
-  check_tensor(op, "value", *value, 2, device);
-  check_type(op, "value", *value, query.scalar_type());
-  if (value->size(value->dim() - 2) != key.size(key.dim() - 2)) {
-    fail(op, "value", std::to_string(key.size(key.dim() - 2)) + " rows as the key has",
-         std::to_string(value->size(value->dim() - 2)));
+  if (value != nullptr && value->size(value->dim() - 2) != S) {
+    fail("value", "the key's length S = " + std::to_string(S) + " as its second to last size", shape_of(*value));
   }
-  return type;
+  return data_type("query", query);
 }
 
 // A mask that broadcasts to `sizes`, bool or added. Returns its type and adds its view.
-inline MaskType check_mask(const char* op, const OptionalTensor& mask, const Tensor& query, const Sizes& sizes, bool is_causal,
+inline MaskType check_mask(const OptionalTensor& mask, const Tensor& query, const Sizes& sizes, bool is_causal,
                            MatrixView& view, Views& views) {
   if (!mask.has_value() || !mask->defined()) return MaskType::kNone;
-  check_tensor(op, "attn_mask", *mask, 2, query.get_device_index());
-  if (is_causal) fail(op, "attn_mask", "None with is_causal", "a mask");
+  if (is_causal) fail("attn_mask", "None together with is_causal=True", "a mask of " + shape_of(*mask));
+  const ScalarType type = mask->scalar_type();
+  if (type != ScalarType::Bool && type != ScalarType::Float && type != query.scalar_type()) {
+    fail("attn_mask", "dtype bool, float32 or the query's " + text(query.scalar_type()), text(type));
+  }
+  if (!same_device(*mask, query)) fail("attn_mask", "the query's device " + device_of(query), device_of(*mask));
   const Sizes own = sizes_of(*mask);
-  bool fits = own.size() <= sizes.size();
+  bool fits = own.size() >= 2 && own.size() <= sizes.size();
   for (size_t i = 1; fits && i <= own.size(); ++i) {
     fits = own[own.size() - i] == 1 || own[own.size() - i] == sizes[sizes.size() - i];
   }
-  if (!fits) fail(op, "attn_mask", "a shape that broadcasts to " + text(sizes), text(own));
+  if (!fits) fail("attn_mask", "a shape of rank 2 or more that broadcasts to " + text(sizes), shape_of(*mask));
   views.add(view, *mask);
-  const ScalarType type = mask->scalar_type();
-  if (type == ScalarType::Bool) return MaskType::kBool;
-  if (type == query.scalar_type()) return MaskType::kSameAsQuery;
-  if (type == ScalarType::Float) return MaskType::kFloat;
-  fail(op, "attn_mask", "dtype bool, float32 or " + text(query.scalar_type()), text(type));
+  return type == ScalarType::Bool ? MaskType::kBool : type == query.scalar_type() ? MaskType::kSameAsQuery : MaskType::kFloat;
+}
+
+// The seed of dropout on the query's device, wherever there is one.
+inline Dropout check_dropout(double p, const OptionalTensor& seed, const Tensor& query) {
+  if (!(p >= 0.0 && p <= 1.0)) fail("dropout_p", "a probability in [0, 1]", text(p));
+  const bool given = seed.has_value() && seed->defined();
+  if (p > 0.0 && !given) fail("seed", "a 1-element int64 tensor for dropout_p = " + text(p), "None");
+  if (given && (seed->scalar_type() != ScalarType::Long || seed->numel() != 1 || !same_device(*seed, query))) {
+    fail("seed", "a 1-element int64 tensor on " + device_of(query),
+         shape_of(*seed) + ", " + text(seed->scalar_type()) + " on " + device_of(*seed));
+  }
+  if (p == 0.0) return {};
+  return {static_cast<const int64_t*>(data_of(*seed)), static_cast<uint64_t>(p * 4294967296.0),
+          p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
 }
 
 }  // namespace attention_ext

@@ -36,8 +36,8 @@ Problem problem_of(const Params& params, int64_t key_group, int64_t value_group)
 
 // The row to run: the one of a name, or for "auto" the table's choice. reason: why, a clause; null: not wanted.
 template <class Facts, size_t kRows>
-size_t choose_row(const char* op, const std::array<KernelRow<Facts>, kRows>& table, const std::string& name,
-                  const Facts& problem, const DeviceInfo& card, int64_t cap, std::string* reason = nullptr) {
+size_t choose_row(const std::array<KernelRow<Facts>, kRows>& table, const std::string& name, const Facts& problem,
+                  const DeviceInfo& card, int64_t cap, std::string* reason = nullptr) {
   if (name == "auto") {
     const Choice<Facts, kRows> choice(table, problem, card, cap);
     if (reason != nullptr) *reason = choice.reason();
@@ -47,13 +47,12 @@ size_t choose_row(const char* op, const std::array<KernelRow<Facts>, kRows>& tab
     if (name != table[row].name) continue;
     const std::string clause = refusal(table[row], problem, card);
     if (!clause.empty()) {
-      fail(op, "kernel_name", "a kernel that takes this problem on this card and is in this build",
-           "\"" + name + "\": " + clause);
+      fail("kernel_name", "a kernel that takes this problem on this card and is in this build", "\"" + name + "\": " + clause);
     }
     if (reason != nullptr) *reason = "kernel_name asked for it";
     return row;
   }
-  fail(op, "kernel_name", "\"auto\" or " + names_of(table), "\"" + name + "\"");
+  fail("kernel_name", "\"auto\" or " + names_of(table), "\"" + name + "\"");
 }
 
 }  // namespace attention_ext

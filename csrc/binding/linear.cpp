@@ -17,35 +17,44 @@ struct Vector {
   int64_t stride = 0;
   DataType type = DataType::kFloat;
 };
-// Of the input's dtype or the accumulator's.
-Vector check_vector(const char* op, const char* argument, const OptionalTensor& tensor, int64_t N, const Tensor& input) {
+// Of the input's dtype or, unless `same_dtype`, the accumulator's.
+Vector check_vector(const char* argument, const OptionalTensor& tensor, const Sizes& sizes, const Tensor& input,
+                    bool same_dtype = false) {
   if (!tensor.has_value() || !tensor->defined()) return {};
-  check_tensor(op, argument, *tensor, 0, input.get_device_index());
-  check_sizes(op, argument, *tensor, {N});
-  const ScalarType type = tensor->scalar_type(), wide = accumulator_type(data_type(op, "input", input));
-  if (type != input.scalar_type()) check_type(op, argument, *tensor, wide);
-  return {data_of(*tensor), tensor->stride(0), data_type(op, argument, *tensor)};
+  const ScalarType own = input.scalar_type(), wide = accumulator_type(data_type("input", input)), type = tensor->scalar_type();
+  if (!same_dtype && type != own && type != wide) {
+    fail(argument, own == wide ? "dtype " + text(wide) : "the input's dtype " + text(own) + " or " + text(wide), text(type));
+  }
+  check_shape(argument, *tensor, sizes, same_dtype ? own : type, input, 0);
+  const bool repeated = sizes.empty() || sizes[0] == 1;
+  return {data_of(*tensor), repeated ? 0 : tensor->stride(0), data_type(argument, *tensor)};
 }
 
 // input (M, K), weight (N, K), bias (N,) or none, of one dtype and device.
-LinearParams check_linear(const char* op, const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
-  const int32_t device = input.get_device_index();
-  check_tensor(op, "input", input, 2, device);
-  if (input.dim() != 2) fail(op, "input", "a matrix (rows, K)", "shape " + text(sizes_of(input)));
+LinearParams check_linear(const Tensor& input, const Tensor& weight, const OptionalTensor& bias) {
   LinearParams params = {};
-  params.type = data_type(op, "input", input);
-  check_tensor(op, "weight", weight, 2, device);
-  check_type(op, "weight", weight, input.scalar_type());
-  if (weight.dim() != 2) fail(op, "weight", "a matrix (features, K)", "shape " + text(sizes_of(weight)));
+  params.type = data_type("input", input);
+  if (input.dim() != 2) fail("input", "a matrix (rows, K)", shape_of(input) + " of rank " + std::to_string(input.dim()));
+  check_limits("input", input, 2);
+  check_defined("weight", weight);
+  if (weight.scalar_type() != input.scalar_type()) {
+    fail("weight", "the input's dtype " + text(input.scalar_type()), text(weight.scalar_type()));
+  }
+  if (!same_device(weight, input)) fail("weight", "the input's device " + device_of(input), device_of(weight));
+  if (weight.dim() != 2) {
+    fail("weight", "a matrix (features, K)", shape_of(weight) + " of rank " + std::to_string(weight.dim()));
+  }
+  check_limits("weight", weight, 2);
   params.M = input.size(0);
   params.N = weight.size(0);
   params.K = input.size(1);
-  check_sizes(op, "weight", weight, {params.N, params.K});
-  if (bias.has_value() && bias->defined()) check_type(op, "bias", *bias, input.scalar_type());
-  const Vector vector = check_vector(op, "bias", bias, params.N, input);
+  if (weight.size(1) != params.K) {
+    fail("weight", "a matrix of as many columns as the input's K = " + std::to_string(params.K), shape_of(weight));
+  }
+  const Vector vector = check_vector("bias", bias, {params.N}, input, true);
   params.bias = vector.data;
   params.bias_stride = vector.stride;
-  Views views(op, false);
+  Views views(false);
   views.add(params.input, input);
   views.add(params.weight, weight);
   params.input.group = params.weight.group = 1;
@@ -53,15 +62,14 @@ LinearParams check_linear(const char* op, const Tensor& input, const Tensor& wei
 }
 
 // What PyTorch refuses by a ValueError.
-void check_batch_norm(const char* op, const Tensor& input, bool training, double eps) {
-  const auto refuse = [&](const std::string& argument, const std::string& expected, const std::string& got) {
-    throw std::invalid_argument("attention_ext: " + argument + ": expected " + expected + ", got " + got + " (" + op + ")");
-  };
-  if (training && input.size(0) == 1) {
-    refuse("input", "more than 1 value per channel when training", "shape " + text(sizes_of(input)));
+void check_batch_norm(const Tensor& input, bool training, double eps) {
+  if (!(eps > 0.0 || (eps == 0.0 && !training))) {
+    throw std::invalid_argument(
+        sentence("eps", training ? "a positive number when training" : "a number that is not negative", text(eps)));
   }
-  if (training && !(eps > 0.0)) refuse("eps", "a positive number when training", std::to_string(eps));
-  if (!(eps >= 0.0)) refuse("eps", "a number that is not negative", std::to_string(eps));
+  if (training && input.size(0) == 1) {
+    throw std::invalid_argument(sentence("input", "more than 1 value per channel when training", shape_of(input)));
+  }
 }
 
 void run_linear(const char* op, const LinearParams& params, LinearKernel kernel, int32_t device) {
@@ -70,8 +78,7 @@ void run_linear(const char* op, const LinearParams& params, LinearKernel kernel,
 }
 
 // The kernel of a name, or for "auto" the table's choice.
-LinearKernel kernel_of(const char* op, const std::string& name, const LinearParams& params, int32_t device,
-                       std::string* reason = nullptr) {
+LinearKernel kernel_of(const std::string& name, const LinearParams& params, int32_t device, std::string* reason = nullptr) {
   const BatchDims one = {{1}, 1};
   const int64_t element = element_bytes(params.type);
   const LinearProblem problem = {params.M,
@@ -80,7 +87,7 @@ LinearKernel kernel_of(const char* op, const std::string& name, const LinearPara
                                  params.type,
                                  operand_of(one, params.input, params.M, element),
                                  operand_of(one, params.weight, params.N, element)};
-  return static_cast<LinearKernel>(choose_row(op, kLinearKernels, name, problem, device_info(device), 0, reason));
+  return static_cast<LinearKernel>(choose_row(kLinearKernels, name, problem, device_info(device), 0, reason));
 }
 
 // (..., K) as a matrix (rows, K), a copy where strides ask for one.
@@ -98,28 +105,27 @@ Tensor matrix_of(const Tensor& input, int32_t device) {
 
 Tensor linear_float32_by(Tensor input, Tensor weight, OptionalTensor bias, std::string kernel_name) {
   const char* op = "linear_float32";
-  if (!input.defined()) fail(op, "input", "a tensor", "None");
+  check_defined("input", input);
   const int32_t device = input.get_device_index();
-  check_tensor(op, "input", input, 1, device);
-  check_type(op, "input", input, ScalarType::Float);
+  if (input.scalar_type() != ScalarType::Float) fail("input", "dtype float32", text(input.scalar_type()));
+  if (input.dim() < 1) fail("input", "rank 1 or more", shape_of(input) + " of rank 0");
   const OperatorScope scope(device);
   Sizes sizes = sizes_of(input);
   const Tensor matrix = matrix_of(input, device);
-  LinearParams params = check_linear(op, matrix, weight, bias);
+  LinearParams params = check_linear(matrix, weight, bias);
   sizes.back() = params.N;
   Tensor out = allocate(sizes, contiguous_strides(sizes), ScalarType::Float, device);
   params.out = data_of(out);
-  run_linear(op, params, kernel_of(op, kernel_name, params, device), device);
+  run_linear(op, params, kernel_of(kernel_name, params, device), device);
   return out;
 }
 
 // The kernel that makes the product of a linear operator for these arguments, and why; of input its rows as a matrix.
 std::tuple<std::string, std::string> linear_plan(Tensor input, Tensor weight, OptionalTensor bias) {
-  const char* op = "linear_plan";
-  if (!input.defined()) fail(op, "input", "a tensor", "None");
+  check_defined("input", input);
   const int32_t device = input.get_device_index();
   std::string reason;
-  const LinearKernel kernel = kernel_of(op, "auto", check_linear(op, input, weight, bias), device, &reason);
+  const LinearKernel kernel = kernel_of("auto", check_linear(input, weight, bias), device, &reason);
   return {kLinearKernels[static_cast<size_t>(kernel)].name, reason};
 }
 
@@ -133,8 +139,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor in
                                                                        Tensor scale, bool training, double eps,
                                                                        std::string kernel_name) {
   const char* op = "linear_batchnorm_softmax";
-  if (!input.defined()) fail(op, "input", "a tensor", "None");
-  LinearParams params = check_linear(op, input, weight, bias);
+  check_defined("input", input);
+  LinearParams params = check_linear(input, weight, bias);
   const int32_t device = input.get_device_index();
   const OperatorScope scope(device);
   const int64_t M = params.M, N = params.N;
@@ -148,26 +154,24 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor in
     stride = vector.stride;
     type = vector.type;
   };
-  fill(check_vector(op, "bn_weight", bn_weight, N, input), norm.weight, norm.weight_stride, norm.weight_type);
-  fill(check_vector(op, "bn_bias", bn_bias, N, input), norm.bias, norm.bias_stride, norm.bias_type);
-  fill(check_vector(op, "running_mean", running_mean, N, input), norm.running_mean, norm.running_mean_stride,
+  const bool has_mean = running_mean.has_value(), has_var = running_var.has_value();
+  if (has_mean != has_var) {
+    fail(has_mean ? "running_var" : "running_mean",
+         std::string("a tensor together with ") + (has_mean ? "running_mean" : "running_var"), "None");
+  }
+  fill(check_vector("bn_weight", bn_weight, {N}, input), norm.weight, norm.weight_stride, norm.weight_type);
+  fill(check_vector("bn_bias", bn_bias, {N}, input), norm.bias, norm.bias_stride, norm.bias_type);
+  fill(check_vector("running_mean", running_mean, {N}, input), norm.running_mean, norm.running_mean_stride,
        norm.running_mean_type);
-  fill(check_vector(op, "running_var", running_var, N, input), norm.running_var, norm.running_var_stride,
-       norm.running_var_type);
-  check_tensor(op, "scale", scale, 0, device);
+  fill(check_vector("running_var", running_var, {N}, input), norm.running_var, norm.running_var_stride, norm.running_var_type);
+  check_defined("scale", scale);
   const Sizes scale_sizes = sizes_of(scale);
   if (scale_sizes.size() > 1 || (scale_sizes.size() == 1 && scale_sizes[0] != 1 && scale_sizes[0] != N)) {
-    fail(op, "scale", "shape (), (1,) or (" + std::to_string(N) + ",)", text(scale_sizes));
+    fail("scale", "shape (), (1,) or " + text(Sizes{N}), shape_of(scale));
   }
-  norm.scale = data_of(scale);
-  norm.scale_stride = scale_sizes.empty() || scale_sizes[0] == 1 ? 0 : scale.stride(0);
-  norm.scale_type = data_type(op, "scale", scale);
-  if (norm.scale_type != params.type) check_type(op, "scale", scale, accumulator_type(params.type));
-  if (running_mean.has_value() != running_var.has_value() || !(training || running_mean.has_value())) {
-    fail(op, running_mean.has_value() ? "running_var" : "running_mean", "a tensor where the other is one, or training is False",
-         "None");
-  }
-  check_batch_norm(op, input, training, eps);
+  fill(check_vector("scale", scale, scale_sizes, input), norm.scale, norm.scale_stride, norm.scale_type);
+  check_batch_norm(input, training, eps);
+  if (!training && !has_mean) fail("running_mean", "a tensor where training is False", "None");
 
   const ScalarType accumulator = accumulator_type(params.type);
   Tensor out = allocate({M, N}, contiguous_strides({M, N}), input.scalar_type(), device);
@@ -189,7 +193,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_batchnorm_softmax_by(Tensor in
   NormSoftmaxParams softmax = {M,          N, params.out, norm.center, norm.factor, norm.shift, norm.scale_of, data_of(out),
                                params.type};
 
-  run_linear(op, params, kernel_of(op, kernel_name, params, device), device);
+  run_linear(op, params, kernel_of(kernel_name, params, device), device);
   check_status(op, launch_batch_norm(norm, current_stream(device)), device);
   check_status(op, launch_norm_softmax(softmax, current_stream(device)), device);
   return {out, mean, var, linear_out};

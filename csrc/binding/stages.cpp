@@ -17,10 +17,10 @@ Tensor qk_scores(Tensor query, Tensor key, OptionalTensor attn_mask, bool is_cau
                  bool enable_gqa) {
   const char* op = "qk_scores";
   QkScoresParams params = {};
-  params.type = check_inputs(op, query, key, nullptr);
+  params.type = check_inputs(query, key, nullptr, enable_gqa);
   const int32_t device = query.get_device_index();
   const OperatorScope scope(device);
-  Views views(op, enable_gqa);
+  Views views(enable_gqa);
   views.broadcast("query", query, 2);
   views.broadcast("key", key, 2);
   const int64_t L = query.size(query.dim() - 2), S = key.size(key.dim() - 2);
@@ -36,7 +36,7 @@ Tensor qk_scores(Tensor query, Tensor key, OptionalTensor attn_mask, bool is_cau
   views.add(params.query, query);
   views.add(params.key, key);
   views.add(params.out, scores);
-  params.mask_type = check_mask(op, attn_mask, query, sizes, is_causal, params.mask, views);
+  params.mask_type = check_mask(attn_mask, query, sizes, is_causal, params.mask, views);
   views.finish(params.batch);
 
   check_status(op, launch_qk_scores(params, current_stream(device)), device);
@@ -45,9 +45,8 @@ Tensor qk_scores(Tensor query, Tensor key, OptionalTensor attn_mask, bool is_cau
 
 std::tuple<Tensor, Tensor, Tensor> row_softmax(Tensor scores, std::string dtype) {
   const char* op = "row_softmax";
-  if (!scores.defined()) fail(op, "scores", "a tensor", "None");
+  check_defined("scores", scores);
   const int32_t device = scores.get_device_index();
-  check_tensor(op, "scores", scores, 2, device);
   const bool is_double = dtype == "float64";
   const ScalarType accumulator = is_double ? ScalarType::Double : ScalarType::Float;
   const ScalarType type = is_double             ? ScalarType::Double
@@ -55,10 +54,14 @@ std::tuple<Tensor, Tensor, Tensor> row_softmax(Tensor scores, std::string dtype)
                           : dtype == "float16"  ? ScalarType::Half
                           : dtype == "bfloat16" ? ScalarType::BFloat16
                                                 : ScalarType::Undefined;
-  if (type == ScalarType::Undefined) fail(op, "dtype", "float16, bfloat16, float32 or float64", dtype);
-  check_type(op, "scores", scores, accumulator);
+  if (type == ScalarType::Undefined) fail("dtype", "float16, bfloat16, float32 or float64", "\"" + dtype + "\"");
+  if (scores.dim() < 2 || scores.scalar_type() != accumulator) {
+    fail("scores", "rank 2 or more and " + text(accumulator) + " for " + dtype + " weights",
+         shape_of(scores) + ", " + text(scores.scalar_type()));
+  }
+  check_limits("scores", scores, 2);
   const OperatorScope scope(device);
-  Views views(op, false);
+  Views views(false);
   views.broadcast("scores", scores, 2);
   const int64_t L = scores.size(scores.dim() - 2), S = scores.size(scores.dim() - 1);
 
@@ -69,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> row_softmax(Tensor scores, std::string dtype)
 
   RowSoftmaxParams params = {};
   params.slice = whole(views.count(), L, S);
-  params.type = data_type(op, "weights", weights);
+  params.type = data_type("weights", weights);
   views.add(params.scores, scores);
   views.add(params.weights, weights);
   views.add(params.row_sum, row_sum, 1);
@@ -81,24 +84,27 @@ std::tuple<Tensor, Tensor, Tensor> row_softmax(Tensor scores, std::string dtype)
 
 Tensor scores_values(Tensor weights, Tensor row_sum, Tensor value, bool enable_gqa) {
   const char* op = "scores_values";
-  if (!weights.defined()) fail(op, "weights", "a tensor", "None");
+  const int64_t tail = enable_gqa ? 3 : 2;
+  check_operand("weights", weights, weights, tail, "weights'");
+  check_operand("value", value, weights, tail, "weights'");
   const int32_t device = weights.get_device_index();
-  check_tensor(op, "weights", weights, 2, device);
-  check_tensor(op, "row_sum", row_sum, 1, device);
-  check_tensor(op, "value", value, 2, device);
   ScoresValuesParams params = {};
-  params.type = data_type(op, "weights", weights);
-  check_type(op, "value", value, weights.scalar_type());
-  check_type(op, "row_sum", row_sum, accumulator_type(params.type));
+  params.type = data_type("weights", weights);
   const int64_t L = weights.size(weights.dim() - 2), S = weights.size(weights.dim() - 1);
-  Sizes row_sizes = sizes_of(weights);
-  row_sizes.pop_back();
-  check_sizes(op, "row_sum", row_sum, row_sizes);
+  const Sizes whole_sizes = sizes_of(weights), own_sizes = sizes_of(value);
+  const Sizes row_sizes(whole_sizes.begin(), whole_sizes.end() - 1);
+  check_shape("row_sum", row_sum, row_sizes, accumulator_type(params.type), weights, 1);
   if (value.size(value.dim() - 2) != S) {
-    fail(op, "value", std::to_string(S) + " rows as weights has columns", std::to_string(value.size(value.dim() - 2)));
+    fail("value", "the weights' last size S = " + std::to_string(S) + " as its second to last size", shape_of(value));
   }
+  bool fits = own_sizes.size() <= whole_sizes.size();
+  for (size_t i = tail + 1; fits && i <= own_sizes.size(); ++i) {
+    const int64_t size = own_sizes[own_sizes.size() - i];
+    fits = size == 1 || size == whole_sizes[whole_sizes.size() - i];
+  }
+  if (!fits) fail("value", "leading dimensions that broadcast to the weights' " + shape_of(weights), shape_of(value));
   const OperatorScope scope(device);
-  Views views(op, enable_gqa);
+  Views views(enable_gqa);
   views.broadcast("weights", weights, 2);
   views.broadcast("value", value, 2);
   params.slice = whole(views.count(), L, S);

@@ -8,7 +8,6 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
-#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -16,41 +15,10 @@
 #include <vector>
 
 #include "binding/batch_dims.h"
+#include "binding/errors.h"
 #include "core/tensors.h"
 
 namespace attention_ext {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-using Sizes = std::vector<int64_t>;
-
-[[noreturn]] inline void fail(const char* op, const std::string& argument, const std::string& expected,
-                              const std::string& got) {
-  throw std::runtime_error("attention_ext: " + argument + ": expected " + expected + ", got " + got + " (" + op + ")");
-}
-
-inline std::string text(const Sizes& sizes) {
-  std::string out = "(";
-  for (size_t i = 0; i < sizes.size(); ++i) out += (i > 0 ? ", " : "") + std::to_string(sizes[i]);
-  return out + (sizes.size() == 1 ? ",)" : ")");
-}
-
-inline std::string text(ScalarType type) {
-  switch (type) {
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Bool: return "bool";
-    case ScalarType::Long: return "int64";
-    default: return "dtype number " + std::to_string(static_cast<int>(type));
-  }
-}
-
-inline Sizes sizes_of(const Tensor& tensor) {
-  const auto sizes = tensor.sizes();
-  return Sizes(sizes.begin(), sizes.end());
-}
 
 inline Sizes strides_of(const Tensor& tensor) {
   const auto strides = tensor.strides();
@@ -58,39 +26,57 @@ inline Sizes strides_of(const Tensor& tensor) {
 }
 
 // The dtype that kernels compute for.
-inline DataType data_type(const char* op, const char* argument, const Tensor& tensor) {
+inline DataType data_type(const char* argument, const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case ScalarType::Half: return DataType::kHalf;
     case ScalarType::BFloat16: return DataType::kBFloat16;
     case ScalarType::Float: return DataType::kFloat;
     case ScalarType::Double: return DataType::kDouble;
-    default: fail(op, argument, "dtype float16, bfloat16, float32 or float64", text(tensor.scalar_type()));
+    default: fail(argument, "dtype float16, bfloat16, float32 or float64", text(tensor.scalar_type()));
   }
 }
 
 inline ScalarType accumulator_type(DataType type) { return type == DataType::kDouble ? ScalarType::Double : ScalarType::Float; }
 
-// A defined tensor on the given CUDA device with at least `rank` dims, each small enough for 32-bit tile arithmetic.
-inline void check_tensor(const char* op, const char* argument, const Tensor& tensor, int64_t rank, int32_t device) {
-  if (!tensor.defined()) fail(op, argument, "a tensor", "None");
-  if (!tensor.is_cuda()) fail(op, argument, "a CUDA tensor", "a tensor on another device");
-  if (tensor.get_device_index() != device) {
-    fail(op, argument, "device cuda:" + std::to_string(device), "cuda:" + std::to_string(tensor.get_device_index()));
-  }
+inline void check_defined(const char* argument, const Tensor& tensor) {
+  if (!tensor.defined()) fail(argument, "a tensor", "None");
+}
+
+// The last `matrix_dims` dims are small enough for 32-bit tile arithmetic.
+inline void check_limits(const char* argument, const Tensor& tensor, int64_t matrix_dims) {
   const Sizes sizes = sizes_of(tensor);
-  if (tensor.dim() < rank) fail(op, argument, "at least " + std::to_string(rank) + " dims", "shape " + text(sizes));
-  for (size_t dim = sizes.size() - rank; dim < sizes.size(); ++dim) {
-    if (sizes[dim] > std::numeric_limits<int32_t>::max() - 1024)
-      fail(op, argument, "matrices of at most 2^31 - 1025 rows and columns", "shape " + text(sizes));
+  for (size_t dim = sizes.size() - matrix_dims; dim < sizes.size(); ++dim) {
+    if (sizes[dim] > kMaxRowsAndCols) {
+      fail(argument, "matrices of at most " + std::to_string(kMaxRowsAndCols) + " rows and columns", shape_of(tensor));
+    }
   }
 }
 
-inline void check_type(const char* op, const char* argument, const Tensor& tensor, ScalarType type) {
-  if (tensor.scalar_type() != type) fail(op, argument, "dtype " + text(type), text(tensor.scalar_type()));
+// An operand that goes with the first one, whose name in the genitive is `of`.
+inline void check_operand(const char* argument, const Tensor& tensor, const Tensor& first, int64_t min_rank, const char* of) {
+  check_defined(argument, tensor);
+  data_type(argument, tensor);
+  const std::string owner = std::string("the ") + of;
+  if (tensor.scalar_type() != first.scalar_type()) {
+    fail(argument, owner + " dtype " + text(first.scalar_type()), text(tensor.scalar_type()));
+  }
+  if (!same_device(tensor, first)) fail(argument, owner + " device " + device_of(first), device_of(tensor));
+  if (tensor.dim() < min_rank) {
+    fail(argument, "rank " + std::to_string(min_rank) + " or more" + (min_rank == 3 ? " with enable_gqa" : ""),
+         shape_of(tensor) + " of rank " + std::to_string(tensor.dim()));
+  }
+  check_limits(argument, tensor, 2);
 }
 
-inline void check_sizes(const char* op, const char* argument, const Tensor& tensor, const Sizes& sizes) {
-  if (sizes_of(tensor) != sizes) fail(op, argument, "shape " + text(sizes), text(sizes_of(tensor)));
+// A tensor of just this shape and dtype on the device of `like`, the last `matrix_dims` of its dims a matrix's or a row's.
+inline void check_shape(const char* argument, const Tensor& tensor, const Sizes& sizes, ScalarType type, const Tensor& like,
+                        int64_t matrix_dims) {
+  check_defined(argument, tensor);
+  if (sizes_of(tensor) != sizes || tensor.scalar_type() != type || !same_device(tensor, like)) {
+    fail(argument, "shape " + text(sizes) + ", " + text(type) + " on " + device_of(like),
+         shape_of(tensor) + ", " + text(tensor.scalar_type()) + " on " + device_of(tensor));
+  }
+  check_limits(argument, tensor, matrix_dims);
 }
 
 inline Sizes contiguous_strides(const Sizes& sizes) {
@@ -165,15 +151,17 @@ inline void* data_of(const Tensor& tensor) { return const_cast<void*>(tensor.con
 // The batch dims of a problem and the views that share them.
 class Views {
  public:
-  Views(const char* op, bool enable_gqa) : op_(op), enable_gqa_(enable_gqa) {}
+  explicit Views(bool enable_gqa) : enable_gqa_(enable_gqa) {}
 
   // Broadcasts the dims before the last `matrix_dims` into the problem's batch dims. With enable_gqa the first tensor
   // (the queries) says how many heads there are, and others may have a divisor of it.
   void broadcast(const char* argument, const Tensor& tensor, int64_t matrix_dims) {
     const Sizes own = batch_of(tensor, matrix_dims);
-    if (enable_gqa_ && own.empty()) fail(op_, argument, "at least 3 dims with enable_gqa", "shape " + text(sizes_of(tensor)));
     const bool first = first_ == nullptr;
-    if (first) first_ = argument;
+    if (first) {
+      first_ = argument;
+      first_shape_ = shape_of(tensor);
+    }
     if (own.size() > sizes_.size()) sizes_.insert(sizes_.begin(), own.size() - sizes_.size(), 1);
     for (size_t i = 1; i <= own.size(); ++i) {
       int64_t& whole = sizes_[sizes_.size() - i];
@@ -181,10 +169,13 @@ class Views {
       if (first || (whole == 1 && !(enable_gqa_ && i == 1))) {
         whole = size;
       } else if (enable_gqa_ && i == 1) {
-        if (size == 0 || whole % size != 0)
-          fail(op_, argument, "a head count that divides " + std::to_string(whole), std::to_string(size));
+        if (size == 0) fail(argument, "at least one head with enable_gqa", shape_of(tensor));
+        if (whole % size != 0) {
+          fail(argument, std::string("a head count that divides the ") + whose() + " " + std::to_string(whole),
+               shape_of(tensor));
+        }
       } else if (size != whole && size != 1) {
-        fail(op_, argument, "batch dims that broadcast to " + text(sizes_), text(own));
+        fail(argument, "leading dimensions that broadcast with the " + whose() + " " + first_shape_, shape_of(tensor));
       }
     }
   }
@@ -211,7 +202,7 @@ class Views {
 
   void finish(BatchDims& batch) const {
     if (!merge_batch_dims(sizes_, enable_gqa_, operands_, batch)) {
-      fail(op_, first_, "at most " + std::to_string(kMaxBatchDims) + " leading dims that strides keep apart", text(sizes_));
+      fail(first_, "at most " + std::to_string(kMaxBatchDims) + " leading dims that strides keep apart", text(sizes_));
     }
   }
 
@@ -234,9 +225,11 @@ class Views {
     return sizes;
   }
 
-  const char* op_;
+  std::string whose() const { return std::string(first_) + (std::string(first_).back() == 's' ? "'" : "'s"); }
+
   bool enable_gqa_;
   const char* first_ = nullptr;  // the argument that was broadcast first
+  std::string first_shape_;
   Sizes sizes_;
   std::vector<BatchOperand> operands_;
 };

@@ -85,6 +85,12 @@ def test_an_sdist_is_the_same_with_and_without_a_toolkit(sdists: dict[str, Path]
     assert there | {"setup.py", "setup_helpers.py", "attention_ext/py.typed"} <= one.keys()
 
 
+def test_every_folder_of_the_package_is_installed() -> None:
+    listed = re.search(r"^packages = \[(.+)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    there = {".".join(path.parent.relative_to(ROOT).parts) for path in (ROOT / "attention_ext").rglob("*.py")}
+    assert listed is not None and set(re.findall(r'"(.+?)"', listed[1])) == there
+
+
 def test_a_build_from_an_sdist_has_its_version(sdists: dict[str, Path], toolkit: dict[str, str], tmp_path: Path) -> None:
     """pip compares the version in an sdist's file name with that of what it builds from it."""
     python(HOOKS + METADATA, tmp_path, cwd=sdists["with"], **toolkit)
