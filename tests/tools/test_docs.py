@@ -1,4 +1,4 @@
-"""README.md and docs/: links, paths, line budgets, the commands that continuous integration reads."""
+"""README.md and docs/: links, paths, the commands that continuous integration reads."""
 
 from __future__ import annotations
 
@@ -70,14 +70,6 @@ def test_pages_that_sources_name() -> None:
         for page in re.findall(r"\bdocs/[\w/]+\.(?:md|svg)\b", path.read_text())
     }
     assert pages and not [(path, page) for path, page in pages if not (ROOT / page).exists()]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_lines(page: Path) -> None:
-    """Rows of tables and pictures cannot be broken."""
-    lines = page.read_text().splitlines()
-    assert not [number for number, line in enumerate(lines, 1) if len(line) > 132 and not line.startswith(("|", "!["))]
-    assert page.name != "README.md" or len(lines) <= 120
 
 
 def test_the_readme_has_what_continuous_integration_runs() -> None:
