@@ -15,7 +15,7 @@ __all__ = ["backward_kernel_name", "check_kernel_name", "check_limits", "contigu
 
 _LARGEST = 2**31 - 1 - 1024  # rows and columns of a matrix: tiles count them in 32 bits
 _MAX_BATCH_DIMS = 8  # kMaxBatchDims of csrc/core/tensors.h
-_KERNELS = ("pipeline", "sm90_512", "sm90_1024", "sm90_pipeline")  # of csrc/plan/forward.cpp
+_KERNELS = tuple(torch.ops.attention_ext.kernels("forward"))
 _BACKWARD_KERNELS = ("reference", "pipeline")
 _EXPECTED_NAMES = {
     ("cpu", False): "'auto' or 'reference' for CPU tensors",
