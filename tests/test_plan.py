@@ -44,6 +44,8 @@ def test_tables() -> None:
         OPS.kernels("none")
     with pytest.raises(RuntimeError, match="plan: facts: there is none called width"):
         plan(width=3)
+    with pytest.raises(RuntimeError, match="plan: sms: expected a positive number, got 0"):
+        plan(sms=0)
 
 
 TYPICAL = {"N": 8, "L": 1024, "S": 1024, "E": 512, "Ev": 512}

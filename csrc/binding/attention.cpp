@@ -25,17 +25,17 @@ Dropout check_dropout(const char* op, double p, const OptionalTensor& seed, int3
           p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
 }
 
+// What runs the rows of kForwardKernels and of kBackwardKernels, in their order.
 using ForwardLauncher = cudaError_t (*)(const ForwardParams&, cudaStream_t);
-constexpr ForwardLauncher kForwardLaunchers[] = {
-    // in the order of kForwardKernels
-    pipeline_forward, fused_forward_512, fused_forward_1024, [](const ForwardParams& params, cudaStream_t stream) {
-      ForwardParams by_wgmma = params;
-      by_wgmma.wgmma_products = true;
-      return pipeline_forward(by_wgmma, stream);
-    }};
+constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, fused_forward_512, fused_forward_1024,
+                                                 [](const ForwardParams& params, cudaStream_t stream) {
+                                                   ForwardParams by_wgmma = params;
+                                                   by_wgmma.wgmma_products = true;
+                                                   return pipeline_forward(by_wgmma, stream);
+                                                 }};
 static_assert(std::size(kForwardLaunchers) == std::tuple_size_v<ForwardTable>);
 using BackwardLauncher = cudaError_t (*)(const BackwardParams&, cudaStream_t);
-constexpr BackwardLauncher kBackwardLaunchers[] = {pipeline_backward};  // in the order of kBackwardKernels
+constexpr BackwardLauncher kBackwardLaunchers[] = {pipeline_backward};
 static_assert(std::size(kBackwardLaunchers) == std::tuple_size_v<BackwardTable>);
 
 // A forward call: what the kernels get, but for the workspace, and which of them runs.
