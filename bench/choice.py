@@ -33,7 +33,7 @@ def facts(case: Case) -> dict[str, int]:
     found |= {"batch_dims": 2 if case.mask or case.Hk == 1 < min(case.B, case.Hq) else 1, "type": TYPES[case.dtype]}
     if case.mask:
         found |= {"mask": BOOL if case.mask in ("pad", "keep", "band") else SAME_AS_QUERY}
-        found |= {"mask_rows": case.mask not in ("pad", "keybias")}
+        found |= {"mask_rows": case.mask not in ("pad", "keybias") and case.L > 1}  # of a dim of 1 the stride is 0
     for operand, width, heads in (("query", case.E, case.Hq), ("key", case.E, case.Hk), ("value", case.Ev, case.Hk)):
         row = width * case.dtype.itemsize
         found |= {f"{operand}.row_alignment": min(row & -row, 128), f"{operand}.matrices": case.B * heads}

@@ -18,8 +18,8 @@ _LARGEST, MAX_BATCH_DIMS = torch.ops.attention_ext.limits()  # rows and columns 
 _KERNELS = {  # device type, whether backward: the names beside "auto"
     ("cpu", False): ("reference",),
     ("cpu", True): ("reference",),
-    ("cuda", False): ("pipeline", "sm90_512", "sm90_1024", "sm90_pipeline"),  # of csrc/plan/forward.cpp
-    ("cuda", True): ("pipeline",),
+    ("cuda", False): tuple(torch.ops.attention_ext.kernels("forward")),
+    ("cuda", True): tuple(torch.ops.attention_ext.kernels("backward")),
 }
 _WITH_BACKWARD = {name for (_, backward), names in _KERNELS.items() if backward for name in names}
 

@@ -14,12 +14,12 @@
 namespace attention_ext {
 namespace {
 
+// What runs the rows of kForwardKernels and of kBackwardKernels, in their order.
 using ForwardLauncher = cudaError_t (*)(const ForwardParams&, cudaStream_t);
-constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, fused_forward_512, fused_forward_1024,
-                                                 wgmma_pipeline};  // in the order of kForwardKernels
+constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, fused_forward_512, fused_forward_1024, wgmma_pipeline};
 static_assert(std::size(kForwardLaunchers) == std::tuple_size_v<ForwardTable>);
 using BackwardLauncher = cudaError_t (*)(const BackwardParams&, cudaStream_t);
-constexpr BackwardLauncher kBackwardLaunchers[] = {pipeline_backward};  // in the order of kBackwardKernels
+constexpr BackwardLauncher kBackwardLaunchers[] = {pipeline_backward};
 static_assert(std::size(kBackwardLaunchers) == std::tuple_size_v<BackwardTable>);
 
 // A forward call: what the kernels get, but for the workspace, and which of them runs.

@@ -107,6 +107,7 @@ Plan plan_of(const std::array<KernelRow<Facts>, kRows>& table, const std::vector
 // The plan for a problem of these facts (plan/problem.h; of an operand as "key.row_alignment"), on a card that need not be there.
 Plan plan(std::string table, std::vector<std::string> facts, std::vector<int64_t> values, int64_t capability, int64_t sms,
           int64_t workspace_bytes) {
+  if (sms < 1) throw std::runtime_error("plan: sms: expected a positive number, got " + std::to_string(sms));
   const DeviceInfo card = {capability, sms};
   if (table == "linear") return plan_of(kLinearKernels, facts, values, card, workspace_bytes);
   if (table == "backward") return plan_of(kBackwardKernels, facts, values, card, workspace_bytes);

@@ -10,7 +10,7 @@ struct DeviceInfo {
   int64_t sms = 1;         // streaming multiprocessors
 };
 
-// Of a device by its number, and of the current one. Where the runtime has no such device, the defaults: what is launched then says why.
+// Of a device by its number, and of the current one. The defaults where the runtime has no such device: a launch then says why.
 DeviceInfo device_info(int device);
 DeviceInfo current_device_info();
 

@@ -37,7 +37,7 @@ inline Operand operand_of(const BatchDims& batch, const MatrixView& view, int64_
   return operand;
 }
 
-// Why TMA does not read an operand's matrices, a clause that begins after the operand's name; null: it does. The one place of this rule.
+// Why TMA does not read an operand's matrices, a clause that begins after its name; null: it does. The one place of this rule.
 inline const char* not_for_tma(const Operand& operand) {
   if (!operand.columns_adjacent) return "'s columns are not adjacent in memory";
   if (operand.row_alignment < 16) return "'s rows do not all begin on 16-byte boundaries";

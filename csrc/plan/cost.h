@@ -1,5 +1,6 @@
-// Estimated times, in ns: whole numbers, so that a choice is the same on every host. Constants are fitted to bench/results/kernels/nvidia_h200.json
-// (scripts/check_choice.py says how well); times of launches are those within a CUDA graph.
+// Estimated times, in ns: whole numbers, so that a choice is the same on every host. Constants are fitted to
+// bench/results/kernels/nvidia_h200.json and some more shapes of that run; scripts/check_choice.py says how well. Launches are
+// those of a CUDA graph.
 #pragma once
 
 #include <algorithm>
@@ -15,12 +16,13 @@ namespace attention_ext {
 constexpr int64_t times(int64_t a, int64_t b) { return b > 0 && a > kMostCost / b ? kMostCost : a * b; }
 constexpr int64_t times(int64_t a, int64_t b, int64_t c) { return times(times(a, b), c); }
 
-// Bytes of L2's lines for a row of a box, as many times as one whole line: rows that do not begin with a line touch more of them.
+// What a row of a box costs in bytes from L2: one line of 128, and more where rows do not all begin with a line. Fitted.
 constexpr int64_t touched_line_bytes(int64_t row_alignment) {
   return kLineBytes + (row_alignment < kLineBytes ? 16 * kLineBytes / std::max<int64_t>(row_alignment, 2) : 0);
 }
 
-// Blocks of `keys` keys that the row tiles of a matrix see in all, each of `rows` queries: all of them or, causal, those up to the diagonal.
+// Blocks of `keys` keys that the row tiles of a matrix, each of `rows` queries, see in all: every block or, causal, those up to the
+// diagonal.
 constexpr int64_t visible_blocks(int64_t L, int64_t S, int64_t rows, int64_t keys, bool causal) {
   const int64_t row_tiles = ceil_div(L, rows), blocks = ceil_div(S, keys);
   if (!causal) return times(row_tiles, blocks);

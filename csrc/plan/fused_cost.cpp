@@ -1,23 +1,31 @@
-// What the fused kernels for Hopper take, by counting: rounds of tiles over the SMs, blocks of keys of a tile, steps of 64 of E and Ev of a
-// block; but no less than a block's lines take from L2, and the operands from memory.
+// What the fused kernels for Hopper take, by counting: rounds of tiles over the SMs, blocks of keys of a tile, steps of 64 of E and
+// Ev of a block; but no less than a block's lines take from L2, and the operands from memory.
 #include "plan/cost.h"
 #include "plan/sm90_fused.h"
 
 namespace attention_ext {
 namespace {
 
-constexpr int64_t kLaunch = 1100, kTile = 3000;               // ns: beginning and end
-constexpr int64_t kTileQueryStep = 40, kTileValueStep = 260;  // of a tile: queries in, results out
-constexpr int64_t kFreshStep = 92;                            // the same, where no tile before hides it
-constexpr int64_t kBlock = 750, kStep = 140;  // of a block of keys: softmax and barriers; 64 x 128 x 64 multiply-adds
-constexpr int64_t kPass = 3700;               // more columns of values, after the first ones
-constexpr int64_t kMaskTile = 2600, kMaskBlock = 440,
-                  kMaskRows = 650;  // marks; a block's scores; its mask of 64 rows of its own
-constexpr int64_t kFirstBytes = 3700, kReadBytes = 4000, kWrittenBytes = 1700, kL2Bytes = 14500;  // ns; bytes a ns
+// ns
+constexpr int64_t kLaunch = 1100;
+constexpr int64_t kTile = 3000;          // beginning and end of a tile
+constexpr int64_t kTileQueryStep = 40;   // its queries in, by 64 of E
+constexpr int64_t kTileValueStep = 260;  // its results out, by 64 of Ev
+constexpr int64_t kFreshStep = 92;       // more for both, where no tile before hides them
+constexpr int64_t kBlock = 750;          // a block of keys: softmax and barriers
+constexpr int64_t kStep = 140;           // 64 x 128 x 64 multiply-adds of a block
+constexpr int64_t kPass = 3700;          // more columns of values, after the first ones
+constexpr int64_t kMaskTile = 2600;      // blocks looked up and marked
+constexpr int64_t kMaskBlock = 440;      // scores of a block by the instance for masks and dropout
+constexpr int64_t kMaskRows = 650;       // a block's part of a mask whose rows differ, for 64 of them
+constexpr int64_t kFirstBytes = 3700;    // before bytes come from memory at its rate
+// Bytes a ns.
+constexpr int64_t kReadBytes = 4000, kWrittenBytes = 1700, kL2Bytes = 14500;
 
 }  // namespace
 
 int64_t fused_cost(const Problem& p, const DeviceInfo& card, int head_dim_class) {
+  if (times(p.N, p.L, ceil_div(p.Ev, 64)) == kMostCost) return kMostCost;
   const FusedTileShape shape = fused_tile_shape(head_dim_class);
   const int64_t S = p.visible_keys(), sms = card.sms, group = std::min<int64_t>(p.key_group, kFusedRows);
   const bool masked = p.mask != MaskType::kNone, general = masked || p.dropout;
@@ -33,8 +41,8 @@ int64_t fused_cost(const Problem& p, const DeviceInfo& card, int head_dim_class)
   int64_t block = std::max(products, kFusedKeys * lines * std::min(grid.tiles, sms) / kL2Bytes);
   if (general) block += kMaskBlock;
   if (masked && p.mask_rows) block += kMaskRows * std::min(p.L * group, rows) / kFusedRows;
-  // A boolean mask that is the same for all queries is taken for the padding of sequences of several lengths: blocks that it hides are
-  // left out, here a quarter. What other masks hide is not known.
+  // A boolean mask that is the same for all queries is taken for the padding of sequences of several lengths, and to hide a quarter
+  // of the blocks, which are left out then. What other masks hide is not known.
   if (p.mask == MaskType::kBool && !p.mask_rows) block = block * 3 / 4;
 
   const int64_t slot_keys = shape.value_steps == 1 ? 128 : shape.value_steps == 2 ? 64 : 32;

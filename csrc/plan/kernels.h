@@ -1,5 +1,5 @@
-// The tables of kernels, and the choice of one for a problem: the row of the lowest estimated time among those that do not refuse. What
-// runs a row stands in csrc/binding, in the same order.
+// The tables of kernels, and the choice of one for a problem: the row of the lowest estimated time among those that do not refuse.
+// What runs a row stands in csrc/binding, in the same order.
 //
 // Both libraries compile this folder: _C for tests without a GPU, _cuda for the choice that runs.
 #pragma once
@@ -19,13 +19,16 @@ constexpr int64_t kNoCost = INT64_MAX, kMostCost = int64_t{1} << 60;
 template <class Facts>
 struct KernelRow {
   const char* name;
-  int64_t capability;                    // that it needs, 10 * major + minor; 0: runs on every card
-  std::string (*refuses)(const Facts&);  // why it cannot run the problem, a clause; empty: it can
-  const char* (*yields)(
-      const Facts&);  // why it runs the problem only when asked for by name, a clause; null: it does not yield
-  int64_t (*workspace)(const Facts&, const DeviceInfo&,
-                       int64_t cap);                              // bytes from torch's allocator during a call that has `cap`
-  int64_t (*cost)(const Facts&, const DeviceInfo&, int64_t cap);  // estimated ns, on a card with an H200's clock and memory
+  // That it needs, 10 * major + minor; 0: runs on every card.
+  int64_t capability;
+  // Why it cannot run a problem, a clause; empty: it can.
+  std::string (*refuses)(const Facts&);
+  // Why it leaves a problem that it can run to other kernels, unless asked for by name, a clause or null; null: it leaves none.
+  const char* (*yields)(const Facts&);
+  // Bytes from torch's allocator during a call that may take `cap`; null: its driver plans them.
+  int64_t (*workspace)(const Facts&, const DeviceInfo&, int64_t cap);
+  // Estimated ns, on a card with an H200's clock and memory.
+  int64_t (*cost)(const Facts&, const DeviceInfo&, int64_t cap);
 };
 
 using ForwardTable = std::array<KernelRow<Problem>, 4>;

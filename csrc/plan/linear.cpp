@@ -28,7 +28,7 @@ const char* yields_short_sums(const LinearProblem& p) {
                                         : nullptr;
 }
 
-// ns, by the rates that docs/linear.md measured; not fitted. step: of a tile of 128 x tile_cols outputs by 64 of K.
+// ns, by the rates that docs/kernels/linear.md measured; not fitted. step: of a tile of 128 x tile_cols outputs by 64 of K.
 int64_t product_cost(const LinearProblem& p, const DeviceInfo& card, int64_t tile_cols, int64_t ctas_per_sm, int64_t step) {
   constexpr int64_t kLaunch = 3000;
   const int64_t tiles = times(ceil_div(p.M, 128), ceil_div(p.N, tile_cols));

@@ -1,27 +1,60 @@
-// What a pipeline takes, by counting, slice by slice: rounds of tiles of the two products over the SMs and the steps of 64 in each, the
-// epilogues, the statistics of segments, and the bytes of the operands, of the weights and back.
+// What a pipeline takes, by counting, slice by slice: rounds of tiles of the two products over the SMs and the steps of 64 in each,
+// the epilogues, the statistics of segments, and the bytes of the operands and of the weights, there and back.
 #include "plan/cost.h"
 #include "plan/slices.h"
 
 namespace attention_ext {
 namespace {
 
-// ns, for half types.
+// Of half types; times in ns.
 struct PipelineRates {
   int64_t tile_rows, tile_cols;  // of scores
   int64_t ctas_per_sm;
-  int64_t first, slice;            // beginning; three launches
-  int64_t score_step, value_step;  // of a tile of scores; of 128 x 128 or 128 x 256 outputs
+  int64_t first;                   // beginning and end of a call
+  int64_t slice;                   // the three launches
+  int64_t score_step;              // of a tile of scores, by 64 of E
+  int64_t value_step;              // of a tile of 128 x 128 or, by wgmma, 128 x 256 results, by 64 keys
   int64_t score_tile, value_tile;  // epilogues
-  int64_t segment,
-      segment_rows;   // epilogue of 64 keys of a tile that a mask, the diagonal or an edge touches; of 128 rows in it
-  int64_t mask_rows;  // of 64 keys, where the mask's rows differ
-  int64_t statistics, rewritten;  // of 64 keys in 2^20 rows; where a mask or dropout changes the weights
-  int64_t bytes;                  // a ns, from memory and L2
+  int64_t edge;                    // more for 64 keys of a tile of scores that a mask, the diagonal or an edge touches
+  int64_t edge_rows, mask_rows;    // more for 128 rows there, and where the mask's rows differ
+  int64_t statistics;              // of 64 keys in 2^20 rows
+  int64_t rewritten;               // more for those where a mask or dropout changes weights
+  int64_t bytes;                   // a ns, from memory and L2
 };
-constexpr PipelineRates kTiled = {128, 128, 2, 900, 7100, 1210, 1205, 6460, 3700, 2220, 1420, 930, 5300, 240000, 6300};
-constexpr PipelineRates kWgmma = {kWgmmaTileRows, kWgmmaTileCols, 1,   3800, 6400, 550, 620, 300, 300, 4000, 380, 830,
-                                  38000,          286000,         8300};
+constexpr PipelineRates kPipeline = {
+    .tile_rows = 128,
+    .tile_cols = 128,
+    .ctas_per_sm = 2,
+    .first = 900,
+    .slice = 7100,
+    .score_step = 1210,
+    .value_step = 1205,
+    .score_tile = 6460,
+    .value_tile = 3700,
+    .edge = 2220,
+    .edge_rows = 1420,
+    .mask_rows = 930,
+    .statistics = 5300,
+    .rewritten = 240000,
+    .bytes = 6300,
+};
+constexpr PipelineRates kSm90Pipeline = {
+    .tile_rows = kWgmmaTileRows,
+    .tile_cols = kWgmmaTileCols,
+    .ctas_per_sm = 1,
+    .first = 3800,
+    .slice = 6400,
+    .score_step = 550,
+    .value_step = 620,
+    .score_tile = 300,
+    .value_tile = 300,
+    .edge = 4000,
+    .edge_rows = 380,
+    .mask_rows = 830,
+    .statistics = 38000,
+    .rewritten = 286000,
+    .bytes = 8300,
+};
 
 // float and double run on CUDA cores.
 constexpr int64_t slower(int64_t element) { return element == 2 ? 1 : element == 4 ? 8 : 16; }
@@ -34,7 +67,7 @@ constexpr int64_t step_of(int64_t step, int64_t row_alignment) {
 }  // namespace
 
 int64_t pipeline_cost(const Problem& p, const DeviceInfo& card, int64_t cap, bool wgmma) {
-  const PipelineRates& rates = wgmma ? kWgmma : kTiled;
+  const PipelineRates& rates = wgmma ? kSm90Pipeline : kPipeline;
   if (p.empty()) return rates.first + rates.slice;
   const int64_t S = p.visible_keys(), element = element_bytes(p.type), slots = card.sms * rates.ctas_per_sm;
   const ForwardSlices slices = forward_slices(p.N, p.L, S, p.Ev, element, cap, wgmma, card.sms);
@@ -65,17 +98,15 @@ int64_t pipeline_cost(const Problem& p, const DeviceInfo& card, int64_t cap, boo
       values = seen(out_tiles, 64, value_tile);
     }
     // Tiles of scores that are not wholly visible. They lie in a pattern, so a CTA may meet one more than the average.
-    const int64_t edge = segments * (rates.segment + (rates.segment_rows + (p.mask_rows ? rates.mask_rows : 0)) *
-                                                         std::min(rows, rates.tile_rows) / rates.tile_rows);
+    const int64_t edge = segments * (rates.edge + (rates.edge_rows + (p.mask_rows ? rates.mask_rows : 0)) *
+                                                      std::min(rows, rates.tile_rows) / rates.tile_rows);
     int64_t edges = score_tiles - matrices * (rows / rates.tile_rows) * (S / rates.tile_cols);
     if (p.causal) edges += matrices * std::min(ceil_div(rows, rates.tile_rows), ceil_div(S, rates.tile_rows));
-    const int64_t most = times(std::max<int64_t>(scores / score_tile, 1), edge);
-    const int64_t cost = masked || edges >= score_tiles ? most
-                         : edges > 0                    ? std::min(most, times(edges, edge) / slots + edge)
-                                                        : 0;
-    return rates.slice + scores + values + cost;
+    const int64_t all_edges = times(std::max<int64_t>(scores / score_tile, 1), edge);
+    if (masked || edges >= score_tiles) return rates.slice + scores + values + all_edges;
+    return rates.slice + scores + values + (edges > 0 ? std::min(all_edges, times(edges, edge) / slots + edge) : 0);
   };
-  int64_t busy = 0;
+  int64_t busy;
   if (slices.rows == p.L) {
     busy = times(p.N / slices.batches, slice(slices.batches, p.L));
     if (p.N % slices.batches > 0) busy += slice(p.N % slices.batches, p.L);

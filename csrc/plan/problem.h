@@ -1,5 +1,5 @@
-// The facts of a call that the choice of a kernel depends on; limits belong to kernels. Pure host code: no torch, no CUDA, so that every
-// decision is tested without a GPU.
+// The facts of a call that the choice of a kernel depends on; limits belong to kernels. Pure host code: no torch, no CUDA, so that
+// every decision is tested without a GPU.
 #pragma once
 
 #include <algorithm>

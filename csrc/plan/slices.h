@@ -26,13 +26,14 @@ constexpr int64_t kWgmmaTileRows = 128, kWgmmaTileCols = 256;  // of the product
 // Matrices of a slice, `limit` at most, for products whose CTAs stay, one on each of a card's sms, and take tile after tile: the
 // number that needs the fewest rounds in all.
 inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t limit, int64_t sms) {
+  if (limit >= N) return std::max<int64_t>(N, 1);  // rounds of a whole are no more than those of its parts
   const auto rounds = [&](int64_t matrices) {
     const int64_t row_tiles = matrices * ceil_div(L, kWgmmaTileRows);
     return ceil_div(row_tiles * ceil_div(S, kWgmmaTileCols), sms) + ceil_div(row_tiles * ceil_div(Ev, kWgmmaTileCols), sms);
   };
-  int64_t best = std::min(limit, N), fewest = -1;
+  int64_t best = limit, fewest = -1;
   const int64_t least = std::max(best / 2, best - 64);  // the more there are, the less it matters
-  for (int64_t matrices = std::min(limit, N); matrices > least; --matrices) {
+  for (int64_t matrices = limit; matrices > least; --matrices) {
     const int64_t rest = N % matrices, all = N / matrices * rounds(matrices) + (rest > 0 ? rounds(rest) : 0);
     if (fewest < 0 || all < fewest) {
       fewest = all;
@@ -42,7 +43,7 @@ inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_
   return std::max<int64_t>(best, 1);
 }
 
-// N matrices of (L, S) scores for tensors of `element` bytes; at least one row, whatever the cap. sms: of the card; only for wgmma_products.
+// N matrices of (L, S) scores for tensors of `element` bytes; at least one row, whatever the cap. sms: used by wgmma_products.
 inline ForwardSlices forward_slices(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t element, int64_t workspace_cap,
                                     bool wgmma_products, int64_t sms) {
   const int64_t statistic = element == 8 ? 8 : 4;

@@ -1,5 +1,5 @@
-// The tile policy of the fused kernels for Hopper: one table of head-dim classes, what a class costs, and the grid. The kernels, their
-// launcher and their estimates read it here.
+// The tile policy of the fused kernels for Hopper: one table of head-dim classes, and the grid. The kernels, their launcher and
+// their estimates read it here.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace attention_ext {
 
-// What a class of head dims bounds. The kernel works in steps of 64 of E and leaves out those that a problem lacks; of Ev it leaves out
-// the loads, and multiplies all columns of the class.
+// What a class of head dims bounds. The kernel works in steps of 64 of E and leaves out those that a problem lacks; of Ev it leaves
+// out the loads, and multiplies all columns of the class.
 struct FusedTileShape {
   int query_steps;  // of 64 of E that query has room for in shared memory
   int value_steps;  // of 64 of Ev in each of the two consumer warpgroups' registers
@@ -52,8 +52,8 @@ struct FusedGrid {
   int64_t ctas;
 };
 
-// general: the instance of the kernel for masks and dropout, whose CTAs take one tile each, since the blocks of keys that it marks as
-// visible are those of one.
+// general: the instance of the kernel for masks and dropout, whose CTAs take one tile each, since the blocks of keys that it marks
+// as visible are those of one.
 inline FusedGrid fused_grid(int head_dim_class, int64_t N, int group, int64_t L, int64_t S, int64_t Ev, bool causal,
                             bool general, int64_t sms) {
   // CTAs that stay and take tile after tile overlap the end of one with the loads of the next; where tiles are long and differ, in
@@ -62,7 +62,8 @@ inline FusedGrid fused_grid(int head_dim_class, int64_t N, int group, int64_t L,
   const int64_t row_tiles = N / group * ceil_div(L * group, fused_tile_rows(group));
   FusedGrid grid = {0, fused_share_columns(head_dim_class), !general && (!causal || S <= kShortKeys), 0};
   grid.tiles = row_tiles * ceil_div(Ev, grid.columns);
-  // Of a class that is wider a CTA may take all columns in passes, where two blocks are all keys and their weights stay in shared memory.
+  // Of a class that is wider a CTA may take all columns in passes, where two blocks are all keys: their weights stay in shared
+  // memory.
   if (head_dim_class > grid.columns && S <= 2 * kFusedKeys && Ev <= kAllColumns && grid.tiles > sms) {
     grid.columns = kAllColumns;
     grid.tiles = row_tiles;

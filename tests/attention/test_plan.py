@@ -44,6 +44,8 @@ def test_tables() -> None:
         OPS.kernels("none")
     with pytest.raises(RuntimeError, match="plan: facts: there is none called width"):
         plan(width=3)
+    with pytest.raises(RuntimeError, match="plan: sms: expected a positive number, got 0"):
+        plan(sms=0)
 
 
 TYPICAL = {"N": 8, "L": 1024, "S": 1024, "E": 512, "Ev": 512}
@@ -154,6 +156,8 @@ def test_more_is_never_cheaper(sms: int) -> None:
 def test_sizes_beyond_any_memory() -> None:
     """Estimates end somewhere instead of overflowing."""
     huge = (1 << 31) - 1
+    narrow = plan(N=huge, L=huge, S=1 << 18, E=64, Ev=huge)
+    assert all(cost > 0 for cost in narrow.costs)
     found = plan(N=huge, L=huge, S=huge, E=huge, Ev=huge, query__matrices=huge, key__matrices=huge, value__matrices=huge)
     assert found.kernel == "pipeline" and all(cost > 0 for cost in found.costs)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import HALVES, is_float, sdpa, sdpa_forward, sdpa_with_lse
+from helpers import HALVES, sdpa, sdpa_forward, sdpa_with_lse
 from kernels import KERNELS, Kernel, needs_the_card
 from torch import Tensor
 
