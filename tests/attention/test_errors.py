@@ -84,9 +84,11 @@ def devices_differ(device: str, argument: str, op) -> None:
 
 
 @OPS
+@pytest.mark.parametrize("inference", [False, True])
 @pytest.mark.parametrize("argument", ["key", "value", "attn_mask"])
-def test_devices_differ(device: str, argument: str, op) -> None:
-    devices_differ(device, argument, op)
+def test_devices_differ(device: str, argument: str, inference: bool, op) -> None:
+    with torch.inference_mode(inference):
+        devices_differ(device, argument, op)
 
 
 @OPS

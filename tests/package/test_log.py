@@ -202,3 +202,28 @@ def test_gradient_on_the_cpu(lines) -> None:
     q, k, v = leaves(*qkv())
     sdpa_with_lse(q, k, v)[0].sum().backward()
     assert [(line[0], line[3]) for line in lines()] == [("sdpa_with_lse", "reference"), ("sdpa_backward", "reference")]
+
+
+def calls(device: str) -> dict[str, tuple]:
+    q, row = torch.ones(1, 2, 4, 8, device=device), torch.ones(1, 2, 4, device=device)
+    x, weight, ones = q[0, 0], q[0, 1], torch.ones(4, device=device)
+    return {
+        "sdpa": (q, q, q),
+        "sdpa_with_lse": (q, q, q),
+        "sdpa_forward": (q, q, q, None, None, 0.0, False),
+        "sdpa_backward": (q, None, q, q, q, None, q, row, None, 0.0, False),
+        "qk_scores": (q, q),
+        "row_softmax": (q,),
+        "scores_values": (q, row, q.mT),
+        "linear_float32": (x, weight),
+        "linear_batchnorm_softmax": (x, weight, None, None, None, ones, ones, ones, False, 1e-5),
+    }
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode], ids=lambda mode: mode.__name__)
+def test_every_operator_speaks_once(device: str, mode, lines) -> None:
+    """Also where it is called by itself in inference mode, which skips autograd."""
+    for operator, arguments in calls(device).items():
+        with mode():
+            getattr(torch.ops.attention_ext, operator)(*arguments)
+        assert [line[0] for line in lines()] == [operator]
