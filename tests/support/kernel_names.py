@@ -1,8 +1,10 @@
-"""The kernels of sdpa_forward on CUDA by name: the one place from which tests, benches and scripts have them."""
+"""The kernels by name: the one place from which tests, benches and scripts have them."""
 
 
-def kernel_names() -> tuple[str, ...]:
-    """Of the table in csrc/plan, in its order. The package is imported by the call, so that a caller chooses when."""
-    from attention_ext._limits import _KERNELS
+def kernel_names(table: str = "forward") -> tuple[str, ...]:
+    """Of a table in csrc/plan, in its order. The package is imported by the call, so that a caller chooses when."""
+    import torch
 
-    return _KERNELS
+    import attention_ext  # noqa: F401
+
+    return tuple(torch.ops.attention_ext.kernels(table))
