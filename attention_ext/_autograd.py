@@ -35,26 +35,28 @@ class Attention(torch.autograd.Function):
         deterministic: bool,
         workspace_bytes: int,
         kernel_name: str,
+        key_lengths: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         query, key, value = expand_leading(query, key, value, scores, enable_gqa)
         out, lse = call_kernel(
             torch.ops.attention_ext.sdpa_forward.default, query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale,
             enable_gqa=enable_gqa, allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel_name=kernel_name,
+            key_lengths=key_lengths,
         )  # fmt: skip
         return out, lse
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        query, key, value, attn_mask, seed, *ctx.options = inputs
+        query, key, value, attn_mask, seed, *ctx.options, key_lengths = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(query, key, value, attn_mask, *output, seed)
+        ctx.save_for_backward(query, key, value, attn_mask, *output, seed, key_lengths)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        query, key, value, attn_mask, out, lse, seed = ctx.saved_tensors
+        query, key, value, attn_mask, out, lse, seed, key_lengths = ctx.saved_tensors
         scores, dropout_p, is_causal, scale, enable_gqa, allow_tf32, deterministic, workspace_bytes, kernel_name = ctx.options
         if grad_out is None and grad_lse is None:
-            return (None,) * 14
+            return (None,) * 15
         own = (query, key, value)
         full = expand_leading(*own, scores, enable_gqa)
         summed = query.dtype.itemsize == 2 and any(t is not f for t, f in zip(own, full, strict=True))
@@ -67,10 +69,11 @@ class Attention(torch.autograd.Function):
             torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, *full, attn_mask, out, lse, seed, dropout_p,
             is_causal, scale=scale, enable_gqa=enable_gqa, allow_tf32=allow_tf32, deterministic=deterministic,
             mask_grad=ctx.needs_input_grad[3], wide_grads=summed, workspace_bytes=workspace_bytes, kernel_name=name,
+            key_lengths=key_lengths,
         )  # fmt: skip
         grads = [*(_sum_to(grad, t) for grad, t in zip(grads, own, strict=False)), grads[3]]
         wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return (*wanted, *(None,) * 10)
+        return (*wanted, *(None,) * 11)
 
 
 def _sum_to(grad: Tensor, operand: Tensor) -> Tensor:
@@ -123,6 +126,6 @@ def attend(
         return out, lse
     out, lse = Attention.apply(
         query, key, value, attn_mask, seed, scores, dropout_p, is_causal, scale, enable_gqa,
-        False, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto",
+        False, torch.are_deterministic_algorithms_enabled(), _WORKSPACE_BYTES, "auto", None,
     )  # fmt: skip
     return out, lse

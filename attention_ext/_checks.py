@@ -4,6 +4,7 @@ Sizes are compared through torch._check, so that symbolic shapes stay symbolic; 
 own operator raises, and the fake kernels call the same functions.
 """
 
+import math
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "check_attention",
     "check_dense",
     "check_heads",
+    "check_key_lengths",
     "check_operand",
     "check_seed",
     "check_shape",
@@ -138,6 +140,14 @@ def check_seed(query: Tensor, seed: Tensor | None, dropout_p: float) -> None:
         refuse("seed", f"a 1-element int64 tensor for dropout_p = {dropout_p}", None)
     if seed is not None and (seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != query.device):
         refuse("seed", f"a 1-element int64 tensor on {query.device}", f"{seed.dtype}, {shape_of(seed)} on {seed.device}")
+
+
+def check_key_lengths(query: Tensor, key_lengths: Tensor | None, scores: list[int]) -> None:
+    """How many keys each batch row has: contiguous int32 (B,), B the product of the dims before the heads of (..., Hq, L, S)."""
+    if key_lengths is not None:
+        check_shape("key_lengths", key_lengths, [math.prod(scores[:-3])], torch.int32, query.device)
+        if not key_lengths.is_contiguous():
+            refuse("key_lengths", "a contiguous tensor", f"stride {key_lengths.stride(0)}")
 
 
 def check_shape(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype, device: torch.device) -> None:

@@ -79,6 +79,7 @@ class Problem:
         scale: float | None,
         scores: list[int],
         workspace_bytes: int,
+        key_lengths: Tensor | None = None,
     ) -> None:
         self.acc = torch.float64 if query.dtype == torch.float64 else torch.float32
         *leading, self.L, self.S = scores
@@ -95,6 +96,12 @@ class Problem:
         self.batches = math.prod(leading)
         per_row = max(1, self.batches * self.S) * self.key.element_size()
         self.step = max(1, min(self.L, workspace_bytes // per_row))
+        self.unseen: Tensor | None = None
+        if key_lengths is not None:  # values of unseen keys count for nothing, whatever they are
+            unseen = torch.arange(self.S) >= key_lengths.view(-1, 1)
+            self.unseen = unseen.view(*leading[:-1], *(1,) * tail, 1, self.S)
+            self.value = self.value.masked_fill(self.unseen.mT, 0.0)
+            self.key = self.key.masked_fill(self.unseen.mT, 0.0)
 
     def __iter__(self) -> Iterator[range]:
         for start in range(0, self.L, self.step):
@@ -125,7 +132,7 @@ class Problem:
         if self.mask is not None:
             mask = self.mask if self.mask.size(-2) == 1 else self.mask[..., rows.start : rows.stop, :]
             x = x.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else x + mask.to(self.acc)
-        return x
+        return x if self.unseen is None else x.masked_fill(self.unseen, -math.inf)
 
     def kept(self, rows: range) -> Tensor | None:
         """What dropout multiplies the weights of these rows by: 0 or 1 / (1 - p)."""
@@ -155,10 +162,11 @@ def forward(
     scale: float | None,
     scores: list[int],
     workspace_bytes: int,
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out (..., Hq, L, Ev) in the query's dtype and lse (..., Hq, L); scores is the shape (..., Hq, L, S)."""
     out, lse = output_like(query, value, scores)
-    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes, key_lengths)
     for rows in blocks:
         weights, row_lse = _softmax(blocks.scores(rows))
         kept = blocks.kept(rows)
@@ -183,12 +191,13 @@ def backward(
     mask_grad: bool,
     wide_grads: bool,
     workspace_bytes: int,
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of query, key, value and (if mask_grad) mask, with P recomputed block by block.
 
     wide_grads: those of query, key and value come as they are summed, in float32 (float64 for float64).
     """
-    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+    blocks = Problem(query, key, value, mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes, key_lengths)
     acc = blocks.acc
     d_query, out_key, out_value = (like_order(t, list(t.shape), acc if wide_grads else None) for t in (query, key, value))
     d_key, d_value = (torch.zeros_like(t, dtype=acc, memory_format=torch.contiguous_format) for t in (key, value))

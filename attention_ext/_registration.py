@@ -11,7 +11,7 @@ from . import _flops, _linear, _linear_softmax, _reference, _routing, _stages
 from ._after_import import after_import
 from ._autograd import Attention, expand_leading, log_backward
 from ._bias import plain_mask, plain_result
-from ._checks import check_attention, check_seed, check_shape, refuse
+from ._checks import check_attention, check_key_lengths, check_seed, check_shape, refuse
 from ._dispatch import call_kernel, redispatch, register_kernel_calls
 from ._limits import check_kernel_name, check_limits, contiguous, layout_like
 from ._transforms import AUTOCAST, castable, tangents
@@ -29,10 +29,11 @@ _FORWARD, _BACKWARD = torch.ops.attention_ext.sdpa_forward.default, torch.ops.at
 
 def _check_forward(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
-    is_causal: bool, enable_gqa: bool, kernel_name: str,
+    is_causal: bool, enable_gqa: bool, kernel_name: str, key_lengths: Tensor | None,
 ) -> list[int]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
+    check_key_lengths(query, key_lengths, scores)
     if query.device.type == "cuda":
         *batch, L, _ = scores
         inputs = {"query": (query, 2), "key": (key, 2), "value": (value, 2), "attn_mask": (attn_mask, 2)}
@@ -45,20 +46,21 @@ def _check_forward(
 def _forward_cpu(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
     is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
-    workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    workspace_bytes: int = 134217728, kernel_name: str = "auto", key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
+    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name, key_lengths)
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     with _reference.below_autocast():
-        return _reference.forward(query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, workspace_bytes)
+        rest = (seed, dropout_p, is_causal, scale, scores, workspace_bytes, key_lengths)
+        return _reference.forward(query, key, value, attn_mask, *rest)
 
 
 def _forward_fake(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
     is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
-    workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    workspace_bytes: int = 134217728, kernel_name: str = "auto", key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
+    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name, key_lengths)
     return _reference.output_like(query, value, scores)
 
 
@@ -66,10 +68,11 @@ def _check_backward(
     grad_out: Tensor, grad_lse: Tensor | None, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None,
     out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *, scale: float | None = None,
     enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False, mask_grad: bool = False,
-    wide_grads: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    wide_grads: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto", key_lengths: Tensor | None = None,
 ) -> list[int]:  # fmt: skip
     scores = check_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     check_seed(query, seed, dropout_p)
+    check_key_lengths(query, key_lengths, scores)
     tail = 3 if enable_gqa else 2
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         check_shape(name, tensor, [*scores[: len(scores) - tail], *tensor.shape[-tail:]], query.dtype, query.device)
@@ -97,15 +100,16 @@ def _backward_cpu(
     out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *,
     scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False,
     mask_grad: bool = False, wide_grads: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     scores = _check_backward(
         grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa=enable_gqa,
-        mask_grad=mask_grad, kernel_name=kernel_name,
+        mask_grad=mask_grad, kernel_name=kernel_name, key_lengths=key_lengths,
     )  # fmt: skip
     with _reference.below_autocast():
         return _reference.backward(
             grad_out, grad_lse, query, key, value, attn_mask, seed, dropout_p, is_causal, scale, scores, mask_grad, wide_grads,
-            workspace_bytes,
+            workspace_bytes, key_lengths,
         )  # fmt: skip
 
 
@@ -114,10 +118,11 @@ def _backward_fake(
     out: Tensor, lse: Tensor, seed: Tensor | None, dropout_p: float, is_causal: bool, *,
     scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False, deterministic: bool = False,
     mask_grad: bool = False, wide_grads: bool = False, workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     _check_backward(
         grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, enable_gqa=enable_gqa,
-        mask_grad=mask_grad, kernel_name=kernel_name,
+        mask_grad=mask_grad, kernel_name=kernel_name, key_lengths=key_lengths,
     )  # fmt: skip
     dtype = torch.float32 if wide_grads and query.dtype != torch.float64 else query.dtype
     grads = [_reference.like_order(t, list(t.shape), dtype) for t in (query, key, value)]
@@ -129,23 +134,23 @@ def _backward_fake(
 def _forward_autograd(
     keyset: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, seed: Tensor | None, dropout_p: float,
     is_causal: bool, *, scale: float | None = None, enable_gqa: bool = False, allow_tf32: bool = False,
-    workspace_bytes: int = 134217728, kernel_name: str = "auto",
+    workspace_bytes: int = 134217728, kernel_name: str = "auto", key_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     tensors = [t for t in (query, key, value, attn_mask) if t is not None]
-    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name)
+    scores = _check_forward(query, key, value, attn_mask, seed, dropout_p, is_causal, enable_gqa, kernel_name, key_lengths)
     if tangents(*tensors):
         raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
     rest = (attn_mask, dropout_p, is_causal, scale, enable_gqa, scores)
-    _routing.log_kernel("sdpa_forward", query, key, value, *rest, kernel_name)
+    _routing.log_kernel("sdpa_forward", query, key, value, *rest, kernel_name, key_lengths)
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         out, lse = Attention.apply(
             query, key, value, attn_mask, seed, scores, dropout_p, is_causal, scale, enable_gqa, allow_tf32,
-            torch.are_deterministic_algorithms_enabled(), workspace_bytes, kernel_name,
+            torch.are_deterministic_algorithms_enabled(), workspace_bytes, kernel_name, key_lengths,
         )  # fmt: skip
         return out, lse
     out, lse = redispatch(
         _FORWARD, keyset, query, key, value, attn_mask, seed, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa,
-        allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel_name=kernel_name,
+        allow_tf32=allow_tf32, workspace_bytes=workspace_bytes, kernel_name=kernel_name, key_lengths=key_lengths,
     )  # fmt: skip
     return out, lse
 

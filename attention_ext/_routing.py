@@ -99,7 +99,7 @@ def _in_order_of(query: Tensor, out: Tensor) -> Tensor:
 
 def kernel_plan(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool, scores: list[int], kernel_name: str = "auto",
+    enable_gqa: bool, scores: list[int], kernel_name: str = "auto", key_lengths: Tensor | None = None,
 ) -> tuple[str, str, int, bool]:  # fmt: skip
     """(kernel, reason, workspace, preferred) of a call of sdpa_forward: on CUDA from the code that chooses for the call itself."""
     if not query.is_cuda:
@@ -109,7 +109,7 @@ def kernel_plan(
     query, key, value = expand_leading(query, key, value, scores, enable_gqa)
     plan: tuple[str, str, int, bool] = call_kernel(
         torch.ops.attention_ext.sdpa_plan.default, query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
-        enable_gqa=enable_gqa, kernel_name=kernel_name,
+        enable_gqa=enable_gqa, kernel_name=kernel_name, key_lengths=key_lengths,
     )  # fmt: skip
     return plan
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ._checks import attention_shape, surely
+from ._checks import attention_shape, refuse, surely
 
 __all__: list[str] = []
 
@@ -98,8 +98,10 @@ def _of_seed(seed: _Spec | None) -> _Span | None:
 
 def _sdpa_forward(
     query: _Spec, key: _Spec, value: _Spec, attn_mask: _Spec | None, seed: _Spec | None, dropout_p: float, is_causal: bool, *,
-    enable_gqa: bool = False, **options: Any,
+    enable_gqa: bool = False, key_lengths: _Spec | None = None, **options: Any,
 ) -> _Strategies:  # fmt: skip
+    if key_lengths is not None:
+        refuse("key_lengths", "None for DTensors", "a tensor")
     rows = attention_shape(query, key, value, enable_gqa)[:-1]
     arguments = [query.shape[:-1], _of_keys(key), _of_keys(value), _of_mask(attn_mask), _of_seed(seed), None, None]
     return _attention(rows, arguments, [rows, rows], query, is_causal=is_causal, seed=seed, enable_gqa=enable_gqa)
@@ -123,8 +125,10 @@ def _sdpa(*arguments: Any, **options: Any) -> _Strategies:
 def _sdpa_backward(
     grad_out: _Spec, grad_lse: _Spec | None, query: _Spec, key: _Spec, value: _Spec, attn_mask: _Spec | None, out: _Spec,
     lse: _Spec, seed: _Spec | None, dropout_p: float, is_causal: bool, *, enable_gqa: bool = False, mask_grad: bool = False,
-    **options: Any,
+    key_lengths: _Spec | None = None, **options: Any,
 ) -> _Strategies:  # fmt: skip
+    if key_lengths is not None:
+        refuse("key_lengths", "None for DTensors", "a tensor")
     rows = lse.shape
     operands = [query.shape[:-1], _of_keys(key), _of_keys(value), _of_mask(attn_mask)]
     arguments = [rows, None if grad_lse is None else rows, *operands, rows, rows, _of_seed(seed), None, None]

@@ -33,7 +33,8 @@ struct ForwardCall {
 // nothing is allocated.
 ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key, const Tensor& value,
                          const OptionalTensor& attn_mask, const Dropout& dropout, bool is_causal, std::optional<double> scale,
-                         bool enable_gqa, int64_t workspace_bytes, const std::string& kernel_name, Tensor* out, Tensor* lse) {
+                         bool enable_gqa, int64_t workspace_bytes, const std::string& kernel_name,
+                         const OptionalTensor& key_lengths, Tensor* out, Tensor* lse) {
   ForwardCall call = {};
   ForwardParams& params = call.params;
   params.type = check_inputs(op, query, key, &value);
@@ -49,7 +50,7 @@ ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key,
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
   params.dropout = dropout;
-  params.sequence.causal = is_causal;
+  params.sequence = check_sequence(op, is_causal, key_lengths, query, views.batch_sizes());
 
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
   const Sizes out_strides = layout_like(out_sizes, query), lse_strides = contiguous_strides(lse_sizes);
@@ -75,7 +76,8 @@ ForwardCall forward_call(const char* op, const Tensor& query, const Tensor& key,
 
 std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
                                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
-                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel_name) {
+                                        bool /*allow_tf32*/, int64_t workspace_bytes, std::string kernel_name,
+                                        OptionalTensor key_lengths) {
   const char* op = "sdpa_forward";
   if (!query.defined()) fail(op, "query", "a tensor", "None");
   const int32_t device = query.get_device_index();
@@ -83,7 +85,7 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   Tensor out, lse;
   const Dropout dropout = check_dropout(op, dropout_p, seed, device);
   auto [params, plan] = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
-                                     kernel_name, &out, &lse);
+                                     kernel_name, key_lengths, &out, &lse);
   switch (plan.kernel) {
     case Kernel::kSm90Fused512: check_status(op, fused_forward_512(params, current_stream(device)), device); return {out, lse};
     case Kernel::kSm90Fused1024:
@@ -103,14 +105,14 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
 // What sdpa_forward would run for these arguments.
 std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
                                                               double dropout_p, bool is_causal, std::optional<double> scale,
-                                                              bool enable_gqa, int64_t workspace_bytes,
-                                                              std::string kernel_name) {
+                                                              bool enable_gqa, int64_t workspace_bytes, std::string kernel_name,
+                                                              OptionalTensor key_lengths) {
   const char* op = "sdpa_plan";
   if (!query.defined()) fail(op, "query", "a tensor", "None");
   static constexpr int64_t kAnySeed = 0;  // kernels ask whether there is one, and here none of them runs
   const Dropout dropout = {dropout_p > 0.0 ? &kAnySeed : nullptr, 0, 1.0};
   const Plan plan = forward_call(op, query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
-                                 kernel_name, nullptr, nullptr)
+                                 kernel_name, key_lengths, nullptr, nullptr)
                         .plan;
   return {attention_ext::kernel_name(plan.kernel), plan.reason, plan.workspace_bytes, plan.preferred};
 }
@@ -120,7 +122,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
                                                          OptionalTensor seed, double dropout_p, bool is_causal,
                                                          std::optional<double> scale, bool enable_gqa, bool /*allow_tf32*/,
                                                          bool /*deterministic: always*/, bool mask_grad, bool wide_grads,
-                                                         int64_t workspace_bytes, std::string kernel_name) {
+                                                         int64_t workspace_bytes, std::string kernel_name,
+                                                         OptionalTensor key_lengths) {
   const char* op = "sdpa_backward";
   if (kernel_name != "auto" && kernel_name != "pipeline")
     fail(op, "kernel_name", "\"auto\" or \"pipeline\"", "\"" + kernel_name + "\"");
@@ -138,7 +141,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
   params.dropout = check_dropout(op, dropout_p, seed, device);
-  params.sequence.causal = is_causal;
+  params.sequence = check_sequence(op, is_causal, key_lengths, query, views.batch_sizes());
 
   // The leading dims are the query's, without broadcasting; only the heads of key and value may be fewer.
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});

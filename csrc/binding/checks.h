@@ -3,8 +3,8 @@
 
 #include <cmath>
 
+#include "attention/params.h"
 #include "binding/tensors.h"
-#include "core/tensors.h"
 
 #ifndef ATTENTION_EXT_BUILT_FOR
 #define ATTENTION_EXT_BUILT_FOR "unknown architectures"
@@ -74,6 +74,24 @@ inline MaskType check_mask(const char* op, const OptionalTensor& mask, const Ten
   if (type == query.scalar_type()) return MaskType::kSameAsQuery;
   if (type == ScalarType::Float) return MaskType::kFloat;
   fail(op, "attn_mask", "dtype bool, float32 or " + text(query.scalar_type()), text(type));
+}
+
+// What bounds the keys of matrices (batch..., heads): causality, and a length for each batch row, of which there are as many as the dims
+// before the heads make in row-major order.
+inline Sequence check_sequence(const char* op, bool is_causal, const OptionalTensor& key_lengths, const Tensor& query,
+                               const Sizes& batch) {
+  Sequence sequence = {is_causal, nullptr, batch.empty() ? 1 : batch.back()};
+  if (!key_lengths.has_value() || !key_lengths->defined()) return sequence;
+  int64_t batch_rows = 1;
+  for (size_t dim = 0; dim + 1 < batch.size(); ++dim) batch_rows *= batch[dim];
+  check_tensor(op, "key_lengths", *key_lengths, 1, query.get_device_index());
+  check_type(op, "key_lengths", *key_lengths, ScalarType::Int);
+  check_sizes(op, "key_lengths", *key_lengths, {batch_rows});
+  if (batch_rows > 1 && key_lengths->stride(0) != 1) {
+    fail(op, "key_lengths", "a contiguous tensor", "stride " + std::to_string(key_lengths->stride(0)));
+  }
+  sequence.key_lengths = static_cast<const int32_t*>(data_of(*key_lengths));
+  return sequence;
 }
 
 }  // namespace attention_ext

@@ -42,6 +42,7 @@ inline std::string text(ScalarType type) {
     case ScalarType::Float: return "float32";
     case ScalarType::Double: return "float64";
     case ScalarType::Bool: return "bool";
+    case ScalarType::Int: return "int32";
     case ScalarType::Long: return "int64";
     default: return "dtype number " + std::to_string(static_cast<int>(type));
   }

@@ -194,6 +194,7 @@ cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& pl
   mask.score_grad = arrays.score_grad;
   mask.mask_grad = params.mask_grad;
   mask.type = params.type;
+  mask.sequence = params.sequence;
   return launch_mask_grad(mask, stream);
 }
 

@@ -29,7 +29,7 @@ struct QkScoresParams {
   DataType type;
   MaskType mask_type;
   Sequence sequence;
-  bool write_hidden_tiles;  // fill tiles wholly above the diagonal with -inf instead of leaving them unwritten
+  bool write_hidden_tiles;  // fill tiles that no row sees with -inf instead of leaving them unwritten
 };
 
 // Rows of scores -> exp(score - row maximum) in `type`, the sum of those before rounding, and the log-sum-exp.
@@ -150,12 +150,13 @@ struct KeyValueGradParams {
 // mask_grad[...] += score_grad summed over the batch dims, rows and columns along which the mask has size 1.
 struct MaskGradParams {
   BatchDims batch;
-  Slice slice;
+  Slice slice;            // all keys
   bool rows_kept;         // the mask has L rows (else 1)
   bool cols_kept;         // the mask has S columns (else 1)
   MatrixView score_grad;  // slice (batch_count, row_count, col_count), `type`
   MatrixView mask_grad;   // mask's own shape, accumulator type; batch_stride 0 along a dim of size 1
   DataType type;
+  Sequence sequence;
 };
 
 // One kernel each.
