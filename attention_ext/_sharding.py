@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from ._checks import surely
+from ._checks import refuse, surely
 from ._torch_private import tell_calls_apart
 from .attention.call import AttentionCall
 from .attention.checks import attention_shape
@@ -101,6 +101,8 @@ def _of_seed(seed: _Spec | None) -> _Span | None:
 
 
 def _operands(call: AttentionCall) -> list[_Span | None]:
+    if call.key_lengths is not None:
+        refuse("key_lengths", "None for DTensors", "a tensor")
     return [call.query.shape[:-1], _of_keys(call.key), _of_keys(call.value), _of_mask(call.attn_mask)]
 
 

@@ -28,14 +28,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.rest = inputs[5:]
+        ctx.rest = tuple(None if isinstance(field, Tensor) else field for field in inputs)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs[:5], *output)
+        ctx.save_for_backward(*(field if isinstance(field, Tensor) else None for field in inputs), *output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        given = AttentionCall(*tensors, *ctx.rest)
+        given = AttentionCall(*(rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest, strict=True)))
         if grad_out is None and grad_lse is None:
             return (None,) * len(given)
         call = given.expanded()

@@ -27,6 +27,7 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
     workspace_bytes: int = 134217728
     kernel_name: str = "auto"
+    key_lengths: Tensor | None = None  # int32 (B,), B the product of the dims before the heads: keys from there on are unseen
     scores: tuple[int, ...] = ()  # the sizes (..., Hq, L, S) of the scores, all operands broadcast; check_attention fills them in
 
     @classmethod

@@ -1,5 +1,6 @@
 """What attention accepts. All refusals are RuntimeError, as PyTorch's own operator raises."""
 
+import math
 from typing import Any
 
 import torch
@@ -126,10 +127,20 @@ def _check_seed(call: AttentionCall) -> None:
         refuse("seed", f"a 1-element int64 tensor on {device}", f"{shape_of(seed)}, {seed.dtype} on {seed.device}")
 
 
+def _check_key_lengths(call: AttentionCall) -> None:
+    """Contiguous int32 (B,), B the product of the dims before the heads: how many keys each batch row has."""
+    lengths = call.key_lengths
+    if lengths is not None:
+        check_shape("key_lengths", lengths, [math.prod(call.scores[:-3])], torch.int32, call.query.device)
+        if not lengths.is_contiguous():
+            refuse("key_lengths", "a contiguous tensor", f"stride {lengths.stride(0)}")
+
+
 def check_forward(call: AttentionCall) -> AttentionCall:
     """The same for sdpa_forward, with what the kernels of the query's device refuse beyond."""
     call = check_attention(call)
     _check_seed(call)
+    _check_key_lengths(call)
     if call.query.device.type == "cuda":
         inputs = {"query": (call.query, 2), "key": (call.key, 2), "value": (call.value, 2), "attn_mask": (call.attn_mask, 2)}
         check_limits(
@@ -145,6 +156,7 @@ def check_backward(
     """The same for sdpa_backward, whose operands have one set of leading dims."""
     call = check_attention(call)
     _check_seed(call)
+    _check_key_lengths(call)
     query, _, value, mask = call.differentiable
     tail, rows = 3 if call.enable_gqa else 2, call.scores[:-1]
     for name, tensor in zip(("query", "key", "value"), call[:3], strict=True):

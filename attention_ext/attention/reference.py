@@ -59,6 +59,11 @@ class Problem:
         self.key, self.value = (t.expand(*batch, *t.shape[t.dim() - 2 - tail :]).to(self.acc) for t in (key, value))
         self.seed = int(seed) if seed is not None and self.dropout_p > 0.0 else 0
         self.scale = call.factor
+        self.unseen: Tensor | None = None
+        if call.key_lengths is not None:  # what lies in unseen keys and values counts for nothing, whatever it is
+            unseen = torch.arange(self.S) >= call.key_lengths.view(-1, 1)
+            self.unseen = unseen.view(*batch, *(1,) * tail, 1, self.S)
+            self.key, self.value = (t.masked_fill(self.unseen.mT, 0.0) for t in (self.key, self.value))
         self.batches = math.prod(leading)
         per_row = max(1, self.batches * self.S) * self.key.element_size()
         self.step = max(1, min(self.L, call.workspace_bytes // per_row))
@@ -92,7 +97,7 @@ class Problem:
         if self.mask is not None:
             mask = self.mask if self.mask.size(-2) == 1 else self.mask[..., rows.start : rows.stop, :]
             x = x.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else x + mask.to(self.acc)
-        return x
+        return x if self.unseen is None else x.masked_fill(self.unseen, -math.inf)
 
     def kept(self, rows: range) -> Tensor | None:
         """What dropout multiplies the weights of these rows by: 0 or 1 / (1 - p)."""

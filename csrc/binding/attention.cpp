@@ -34,8 +34,8 @@ struct ForwardCall {
 // nothing is allocated.
 ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& attn_mask,
                          const Dropout& dropout, bool is_causal, std::optional<double> scale, bool enable_gqa,
-                         int64_t workspace_bytes, const std::string& kernel_name, Tensor* out, Tensor* lse,
-                         std::string* reason) {
+                         int64_t workspace_bytes, const std::string& kernel_name, const OptionalTensor& key_lengths,
+                         Tensor* out, Tensor* lse, std::string* reason) {
   ForwardCall call = {};
   ForwardParams& params = call.params;
   params.type = check_inputs(query, key, &value, enable_gqa);
@@ -51,7 +51,7 @@ ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& v
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
   params.dropout = dropout;
-  params.sequence.causal = is_causal;
+  params.sequence = check_sequence(is_causal, key_lengths, query, views.batch_sizes());
 
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});
   const Sizes out_strides = layout_like(out_sizes, query), lse_strides = contiguous_strides(lse_sizes);
@@ -78,7 +78,7 @@ ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& v
 
 std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, OptionalTensor seed,
                                         double dropout_p, bool is_causal, std::optional<double> scale, bool enable_gqa,
-                                        int64_t workspace_bytes, std::string kernel_name) {
+                                        int64_t workspace_bytes, std::string kernel_name, OptionalTensor key_lengths) {
   const char* op = "sdpa_forward";
   check_defined("query", query);
   const int32_t device = query.get_device_index();
@@ -86,7 +86,7 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   Tensor out, lse;
   const Dropout dropout = check_dropout(dropout_p, seed, query);
   ForwardCall call = forward_call(query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
-                                  kernel_name, &out, &lse, nullptr);
+                                  kernel_name, key_lengths, &out, &lse, nullptr);
   std::optional<Tensor> workspace;
   if (call.workspace > 0) {
     workspace = allocate_bytes(call.workspace, device);
@@ -99,14 +99,14 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
 // What sdpa_forward would run for these arguments.
 std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
                                                               double dropout_p, bool is_causal, std::optional<double> scale,
-                                                              bool enable_gqa, int64_t workspace_bytes,
-                                                              std::string kernel_name) {
+                                                              bool enable_gqa, int64_t workspace_bytes, std::string kernel_name,
+                                                              OptionalTensor key_lengths) {
   check_defined("query", query);
   static constexpr int64_t kAnySeed = 0;  // kernels ask whether there is one, and here none of them runs
   const Dropout dropout = {dropout_p > 0.0 ? &kAnySeed : nullptr, 0, 1.0};
   std::string reason;
   const ForwardCall call = forward_call(query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
-                                        kernel_name, nullptr, nullptr, &reason);
+                                        kernel_name, key_lengths, nullptr, nullptr, &reason);
   return {kForwardKernels[call.row].name, reason, call.workspace, call.preferred};
 }
 
@@ -119,7 +119,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
                                                          Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
                                                          OptionalTensor seed, double dropout_p, bool is_causal,
                                                          std::optional<double> scale, bool enable_gqa, bool mask_grad,
-                                                         bool wide_grads, int64_t workspace_bytes, std::string kernel_name) {
+                                                         bool wide_grads, int64_t workspace_bytes, std::string kernel_name,
+                                                         OptionalTensor key_lengths) {
   const char* op = "sdpa_backward";
   BackwardParams params = {};
   params.type = check_inputs(query, key, &value, enable_gqa);
@@ -137,7 +138,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   params.Ev = value.size(value.dim() - 1);
   params.scale = scale_or_default(scale, params.E);
   params.dropout = check_dropout(dropout_p, seed, query);
-  params.sequence.causal = is_causal;
+  params.sequence = check_sequence(is_causal, key_lengths, query, views.batch_sizes());
 
   // The operands have one set of leading dims; only the heads of key and value may be fewer.
   const Sizes out_sizes = views.with({params.L, params.Ev}), lse_sizes = views.with({params.L});

@@ -3,10 +3,9 @@
 
 #include <cmath>
 
+#include "attention/params.h"
 #include "binding/tensors.h"
 #include "core/device_info.h"
-#include "core/slice.h"
-#include "core/tensors.h"
 
 #ifndef ATTENTION_EXT_BUILT_FOR
 #define ATTENTION_EXT_BUILT_FOR "unknown architectures"
@@ -82,6 +81,21 @@ inline Dropout check_dropout(double p, const OptionalTensor& seed, const Tensor&
   if (p == 0.0) return {};
   return {static_cast<const int64_t*>(data_of(*seed)), static_cast<uint64_t>(p * 4294967296.0),
           p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
+}
+
+// What bounds the keys of matrices (batch..., heads): causality, and a length for each batch row, of which there are as many as the dims
+// before the heads make in row-major order.
+inline Sequence check_sequence(bool is_causal, const OptionalTensor& key_lengths, const Tensor& query, const Sizes& batch) {
+  Sequence sequence = {is_causal, nullptr, batch.empty() ? 1 : batch.back()};
+  if (!key_lengths.has_value() || !key_lengths->defined()) return sequence;
+  int64_t batch_rows = 1;
+  for (size_t dim = 0; dim + 1 < batch.size(); ++dim) batch_rows *= batch[dim];
+  check_shape("key_lengths", *key_lengths, {batch_rows}, ScalarType::Int, query, 0);
+  if (batch_rows > 1 && key_lengths->stride(0) != 1) {
+    fail("key_lengths", "a contiguous tensor", "stride " + std::to_string(key_lengths->stride(0)));
+  }
+  sequence.key_lengths = static_cast<const int32_t*>(data_of(*key_lengths));
+  return sequence;
 }
 
 }  // namespace attention_ext

@@ -134,6 +134,7 @@ bool batch_dims_merge(std::vector<int64_t> sizes, std::vector<int64_t> ranks, st
 }  // namespace
 }  // namespace attention_ext
 
+// key_lengths: int32 (B,), B the product of the dims before the heads: a batch row sees its first keys only, and nothing reads the others.
 // kernel_name, not kernel: inductor passes arguments on by name, to a function with a parameter `kernel` of its own.
 STABLE_TORCH_LIBRARY(attention_ext, m) {
   m.def(
@@ -143,12 +144,13 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
   m.def(
       "sdpa_forward(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, "
       "bool is_causal, *, float? scale=None, bool enable_gqa=False, "
-      "int workspace_bytes=134217728, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+      "int workspace_bytes=134217728, str kernel_name=\"auto\", Tensor? key_lengths=None) -> (Tensor out, Tensor lse)");
   m.def(
       "sdpa_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
       "Tensor out, Tensor lse, Tensor? seed, float dropout_p, bool is_causal, *, float? scale=None, "
       "bool enable_gqa=False, bool mask_grad=False, bool wide_grads=False, "
-      "int workspace_bytes=134217728, str kernel_name=\"auto\") -> (Tensor, Tensor, Tensor, Tensor)");
+      "int workspace_bytes=134217728, str kernel_name=\"auto\", Tensor? key_lengths=None) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def(
       "qk_scores(Tensor query, Tensor key, Tensor? attn_mask=None, bool is_causal=False, *, float? scale=None, "
       "bool enable_gqa=False) -> Tensor");
@@ -168,8 +170,8 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
   // Which kernel the operator would run for a call, and why; runs and allocates nothing. On CUDA only.
   m.def(
       "sdpa_plan(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, *, "
-      "float? scale=None, bool enable_gqa=False, int workspace_bytes=134217728, str kernel_name=\"auto\") "
-      "-> (str kernel, str reason, int workspace, bool preferred)");
+      "float? scale=None, bool enable_gqa=False, int workspace_bytes=134217728, str kernel_name=\"auto\", "
+      "Tensor? key_lengths=None) -> (str kernel, str reason, int workspace, bool preferred)");
   m.def("linear_plan(Tensor input, Tensor weight, Tensor? bias) -> (str kernel, str reason)");
   m.def("build_info() -> (str, str, int, str)");
   // Rules of the kernels that the checks in Python ask for, told by sizes and strides alone.

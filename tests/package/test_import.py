@@ -116,7 +116,7 @@ def test_schemas() -> None:
     assert with_lse == aten.replace("-> Tensor", "-> (Tensor out, Tensor lse)")
     operands = "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, Tensor? seed, float dropout_p, bool is_causal, *, "
     options = "float? scale=None, bool enable_gqa=False, "
-    last = 'int workspace_bytes=134217728, str kernel_name="auto") -> '
+    last = 'int workspace_bytes=134217728, str kernel_name="auto", Tensor? key_lengths=None) -> '
     forward = str(torch.ops.attention_ext.sdpa_forward.default._schema)
     assert forward == f"attention_ext::sdpa_forward{operands}{options}{last}(Tensor out, Tensor lse)"
     backward = str(torch.ops.attention_ext.sdpa_backward.default._schema)

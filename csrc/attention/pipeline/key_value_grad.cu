@@ -41,9 +41,10 @@ struct KeyValueGradWork {
     at.col = index.n * Tile::kN;
     at.keys = static_cast<int>(p.slice.col_count) - at.key;
     at.cols = static_cast<int>(p.width) - at.col;
-    const KeyRange range = key_range(p.sequence, p.slice.col_begin + p.slice.col_count);
+    const KeyRange range = key_range(p.sequence, at.n, p.slice.col_begin + p.slice.col_count);
     const int first_row = range.first_row(static_cast<int>(p.slice.col_begin) + at.key) / Tile::kM * Tile::kM;
-    at.row_begin = max(first_row - static_cast<int>(p.slice.row_begin), 0);
+    const int64_t slice_row = first_row - p.slice.row_begin;
+    at.row_begin = static_cast<int>(min(max(slice_row, int64_t{0}), p.slice.row_count));
     return at;
   }
 

@@ -7,6 +7,7 @@
 //    one another on the stream.
 // Grid: one CTA per (kept matrix, row, column tile). Shared memory: 8 x 128 accumulators, 4 KB (double: 8 KB).
 #include "attention/pipeline/params.h"
+#include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
@@ -66,12 +67,12 @@ __global__ void __launch_bounds__(kCtaThreads)
     divide(item, rows_summed, reduced, summed_row);
     const int64_t slice_index = one_to_one ? entry : matrix_index(p.batch, p.mask_grad, entry, reduced) - p.slice.batch_begin;
     if (slice_index < 0 || slice_index >= p.slice.batch_count) continue;
-    const int64_t slice_row = p.rows_kept ? row : summed_row;
-    const T* g_row = static_cast<const T*>(p.score_grad.data) +
-                     batch_offset(p.batch, p.score_grad, p.slice.batch_begin + slice_index, slice_index) +
+    const int64_t n = p.slice.batch_begin + slice_index, slice_row = p.rows_kept ? row : summed_row;
+    const T* g_row = static_cast<const T*>(p.score_grad.data) + batch_offset(p.batch, p.score_grad, n, slice_index) +
                      slice_row * p.score_grad.row_stride;
-    const int cols = static_cast<int>(p.slice.col_count), tile_begin = static_cast<int>(col_tile) * kCols;
-    const int col_end = p.cols_kept ? min(tile_begin + kCols, cols) : cols;
+    // Tiles of keys that a row does not see may not have been written.
+    const int seen = key_range(p.sequence, n, p.slice.col_count).end_of_row(static_cast<int>(p.slice.row_begin + slice_row));
+    const int tile_begin = static_cast<int>(col_tile) * kCols, col_end = p.cols_kept ? min(tile_begin + kCols, seen) : seen;
     for (int col = tile_begin + lane * 4; col < col_end; col += kCols) {
       Acc grad[4];
       load_quad<T>(grad, g_row, col, col_end, p.score_grad.col_stride, p.score_grad.vector);

@@ -35,7 +35,7 @@ struct QkScoresParams : StageParams {
   MatrixView statistics;  // slice (batch_count, row_count, segments) of SegmentStatistics; for exponentials
   ScoresAs output;
   MaskType mask_type;
-  bool write_hidden_tiles;  // fill tiles wholly above the diagonal with -inf instead of leaving them unwritten
+  bool write_hidden_tiles;  // fill tiles that no row sees with -inf instead of leaving them unwritten
 };
 
 // Rows of scores -> exp(score - row maximum) in `type`, the sum of those before rounding, and the log-sum-exp.

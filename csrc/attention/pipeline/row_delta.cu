@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kCtaThreads)
   int64_t slice_index, slice_row;
   divide(flat_row, p.slice.row_count, slice_index, slice_row);
   const int64_t n = p.slice.batch_begin + slice_index, row = p.slice.row_begin + slice_row;
-  const KeyRange range = key_range(p.sequence, p.slice.col_count);
+  const KeyRange range = key_range(p.sequence, n, p.slice.col_count);
   const int visible = range.end_of_row(static_cast<int>(row));
   // Whole tiles were written, beyond the last visible key with P = 0; dS becomes 0 there.
   const int tile_row = static_cast<int>(row - slice_row % tile);

@@ -33,8 +33,8 @@ __global__ void __launch_bounds__(kCtaThreads) row_norm_kernel(const __grid_cons
   if (flat_row >= p.slice.batch_count * p.slice.row_count) return;  // a whole warp
   int64_t slice_index, slice_row;
   divide(flat_row, p.slice.row_count, slice_index, slice_row);
-  const int64_t row = p.slice.row_begin + slice_row;
-  const int visible = key_range(p.sequence, p.slice.col_count).end_of_row(static_cast<int>(row));
+  const int64_t n = p.slice.batch_begin + slice_index, row = p.slice.row_begin + slice_row;
+  const int visible = key_range(p.sequence, n, p.slice.col_count).end_of_row(static_cast<int>(row));
 
   T* g_row = static_cast<T*>(p.probabilities.data) + slice_index * p.probabilities.slice_stride +
              slice_row * p.probabilities.row_stride;
@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kCtaThreads) row_norm_kernel(const __grid_cons
   const Acc error = sum > Acc(1) ? sum - Acc(1) : Acc(1) - sum;
   // Written so that NaN stays NaN and an empty row stays 0.
   const Acc norm = sum == Acc(0) || error <= Acc(kTolerance<T>) ? Acc(1) : Acc(1) / sum;
-  if (threadIdx.x % 32 == 0) static_cast<Acc*>(p.norm)[(p.slice.batch_begin + slice_index) * p.L + row] = norm;
+  if (threadIdx.x % 32 == 0) static_cast<Acc*>(p.norm)[n * p.L + row] = norm;
   if (norm == Acc(1)) return;
   for (int col = threadIdx.x % 32 * 4; col < visible; col += 128) {
     Acc quad[4];

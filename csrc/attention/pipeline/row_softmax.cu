@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, Tile::kCtasPerSm)
        ++slice_row) {
     const int row = static_cast<int>(p.slice.row_begin + slice_row);
     // Keys [0, visible) count; weights are written up to `filled`, where stage 3 stops reading for this row's tile.
-    const KeyRange range = key_range(p.sequence, p.slice.col_count);
+    const KeyRange range = key_range(p.sequence, n, p.slice.col_count);
     const int visible = range.end_of_row(row);
     const int filled = range.end_of_tile(row - static_cast<int>(slice_row) % row_tile, row_tile);
 

@@ -50,7 +50,7 @@ struct ValuesWork {
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
     at.cols = static_cast<int>(p.Ev) - at.col;
-    at.keys = key_range(p.sequence, part.end).end_of_tile(static_cast<int>(p.slice.row_begin) + at.row, Tile::kM);
+    at.keys = key_range(p.sequence, at.n, part.end).end_of_tile(static_cast<int>(p.slice.row_begin) + at.row, Tile::kM);
     return at;
   }
 

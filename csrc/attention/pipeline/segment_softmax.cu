@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kSoftmaxThreads, 4)
   const int64_t n = p.slice.batch_begin + slice_index;
   const int thread = threadIdx.x % Tile::kThreadsPerRow;
   const int row = static_cast<int>(p.slice.row_begin + slice_row);
-  const KeyRange range = key_range(p.sequence, p.slice.col_count);
+  const KeyRange range = key_range(p.sequence, n, p.slice.col_count);
   // Segments without a key that the row sees may not have been written.
   const int segments = exists ? (range.end_of_row(row) + kSegment - 1) / kSegment : 0;
   const auto* g_statistics = static_cast<const SegmentStatistics*>(p.statistics.data) +

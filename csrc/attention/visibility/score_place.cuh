@@ -27,7 +27,7 @@ __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequ
   at.col = static_cast<int>(slice.col_begin) + at.slice_col;
   at.rows = static_cast<int>(slice.row_count) - at.slice_row;
   at.cols = static_cast<int>(slice.col_count) - at.slice_col;
-  at.range = key_range(sequence, slice.col_begin + slice.col_count);
+  at.range = key_range(sequence, at.n, slice.col_begin + slice.col_count);
   at.hidden = at.col >= at.range.end_of_tile(at.row, Tile::kM);
   return at;
 }

@@ -9,7 +9,8 @@
 //
 // `Work` is what differs between kernels:
 //   tiles()                       how many there are
-//   aim(tile)                     Place of a tile: at least `steps` (0: left out) and the positions `a` and `b` of its first boxes
+//   aim(tile)                     Place of a tile: at least `steps` (0: left out) and the positions `a` and `b` of its first boxes;
+//                                 with Tile::kColumnsB also `last_rows`, the rows of B that count in the last step
 //   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and `row` + 8, read ahead of it
 //   store(place, row, fetched, product, s_strip)   the epilogue
 // Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, during the products of this one.
@@ -21,13 +22,16 @@
 #include "device/sm90/tma.cuh"
 #include "device/sm90/warpgroup.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "gemm/sm90/clear_rows.cuh"
 #include "gemm/sm90/strip.cuh"
 #include "gemm/sm90/tile.cuh"
 #include "gemm/tile_order.cuh"
 
 namespace attention_ext {
 
-constexpr int kBarrierSkew = 1;  // of bar.sync; 0 is __syncthreads
+// Barriers of bar.sync; 0 is __syncthreads.
+constexpr int kBarrierSkew = 1;
+constexpr int kBarrierRows = 2;  // and 3: one of the warpgroups that multiply
 
 struct WgmmaMaps {
   CUtensorMap a, b;  // boxes of kM rows; of kN rows, or of 64 rows with kColumnsB. The half terms are the innermost batch dim
@@ -157,7 +161,7 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
       work.store(place, row, fetched, product, s_strip);
     } else {
       int previous = 0;
-      for (int step = 0; step < place.steps; ++step) {
+      const auto multiply_step = [&](int step) {
         mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
         const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
         wgmma_fence();
@@ -168,6 +172,18 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
         let_follow(step, place.steps);
         previous = ring.slot;
         ring.advance();
+      };
+      if constexpr (Tile::kColumnsB) {
+        const int whole = place.last_rows < Tile::kK ? place.steps - 1 : place.steps;
+        for (int step = 0; step < whole; ++step) multiply_step(step);
+        if (whole < place.steps) {
+          mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+          const uint32_t s_b = shared_address(shared.stage[ring.slot].b[0]);
+          clear_rows(s_b, Tile::kColumnBoxes, Tile::kK, place.last_rows, kBarrierRows + consumer);
+          multiply_step(whole);
+        }
+      } else {
+        for (int step = 0; step < place.steps; ++step) multiply_step(step);
       }
       look_ahead();
       wgmma_wait<0>();

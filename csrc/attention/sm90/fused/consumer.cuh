@@ -10,10 +10,11 @@
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/warpgroup.cuh"
 #include "device/sm90/wgmma.cuh"
+#include "gemm/sm90/clear_rows.cuh"
 
 namespace attention_ext {
 
-// One consumer warpgroup. kGeneral: there is a mask or dropout, or a scale that is not positive.
+// One consumer warpgroup. kGeneral: there is a mask, dropout or a length of keys, or a scale that is not positive.
 template <class Tile, bool kGeneral>
 class FusedConsumer {
  public:
@@ -121,7 +122,7 @@ class FusedConsumer {
 
   __device__ __forceinline__ void begin_tile(uint32_t tile, int columns) {
     barrier_sync(kBarrierOwn + consumer_, 128);  // all of the warpgroup have left the tile before
-    if (threadIdx.x % 128 == 0) work_.init(p_, tile, columns);
+    if (threadIdx.x % 128 == 0) work_.template init<kGeneral>(p_, tile, columns);
     barrier_sync(kBarrierOwn + consumer_, 128);  // the work is written
 #pragma unroll
     for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
@@ -215,7 +216,7 @@ class FusedConsumer {
     const uint32_t s_weights = shared_address(shared_.weights[owner]);
     const int slots = work_.value_slots(block, Tile::kValueKeys);
     int previous = 0;
-    for (int slot = 0; slot < slots; ++slot) {
+    const auto multiply_slot = [&](int slot) {
       wait_full();
       wgmma_fence();
       const uint64_t weights = matrix_descriptor(
@@ -231,6 +232,20 @@ class FusedConsumer {
       if (slot > 0) release(previous);
       previous = place_.slot;
       place_.advance();
+    };
+    if constexpr (kGeneral) {
+      // Values from the batch row's last key on are not to be read, whatever memory holds there: a weight of 0 would not hide NaN.
+      const int seen = work_.keys - block * Tile::kN;
+      const int whole = p_.sequence.key_lengths != nullptr ? min(seen / Tile::kValueKeys, slots) : slots;
+      for (int slot = 0; slot < whole; ++slot) multiply_slot(slot);
+      if (whole < slots) {
+        wait_full();
+        clear_rows(slot_address(), Tile::kValueSteps, Tile::kValueKeys, seen - whole * Tile::kValueKeys,
+                   kBarrierOwn + consumer_);
+        multiply_slot(whole);
+      }
+    } else {
+      for (int slot = 0; slot < slots; ++slot) multiply_slot(slot);
     }
     wgmma_wait<0>();
     pin_registers(out_);

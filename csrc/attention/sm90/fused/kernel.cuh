@@ -8,7 +8,7 @@
 // While one warpgroup is in its softmax the other one multiplies: warpgroup 0 does S_0 | softmax, P_0 V_0 | S_2 | softmax, P_1 V_1,
 // P_2 V_2 | ..., warpgroup 1 S_1 | softmax, P_0 V_0, P_1 V_1 | S_3 ... A third warpgroup's threads load, one of them a ring of 16 KB slots
 // for each consumer, in the order in which it multiplies: 128 keys x 64 of E, or 32 keys x half of Ev.
-// Blocks of keys that a mask hides from all of the CTA's rows are left out.
+// Blocks of keys that none of the CTA's rows sees are left out.
 // The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
 // wait_for_prerequisites nothing is read or written but shared memory and parameters.
 // Grid: one CTA per 64 rows of a group, row tiles of a group adjacent (they share keys and values in L2), causal: longest first.
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warpgroup == Tile::kConsumers) {
     if constexpr (kGeneral) {
       FusedWork work;
-      work.init(p, blockIdx.x, columns);
+      work.init<kGeneral>(p, blockIdx.x, columns);
       visit_mask<typename Tile::T>(p.mask, p.mask_type,
                                    [&](auto* g_mask) { mark_visible_blocks<Tile>(p, work, g_mask, shared.visible); });
     }
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (warp < Tile::kConsumers) {
       FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(tiles, columns);
     } else if (warp == Tile::kConsumers) {
-      load_queries<Tile>(p, maps, shared, tiles, columns);
+      load_queries<Tile, kGeneral>(p, maps, shared, tiles, columns);
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();

@@ -50,7 +50,8 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
 template <class T, int kClass>
 cudaError_t launch_class(const ForwardParams& params, cudaStream_t stream) {
   const float scale = static_cast<float>(params.scale);
-  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr || !scales_exponents(scale);
+  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr ||
+                       params.sequence.key_lengths != nullptr || !scales_exponents(scale);
   return general ? launch<FusedTile<T, kClass>, true>(params, stream) : launch<FusedTile<T, kClass>, false>(params, stream);
 }
 

@@ -26,7 +26,7 @@ class FusedProducer {
   __device__ __forceinline__ void run(uint32_t tiles, int columns) {
 #pragma unroll 1
     for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      work_.init(p_, tile, columns);
+      work_.template init<kGeneral>(p_, tile, columns);
       set_batch(shared_.key[consumer_], p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value[consumer_], p_.batch, p_.value, work_.n_group * work_.group);
       BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
@@ -103,7 +103,7 @@ class FusedProducer {
 };
 
 // Loads the query tiles; columns from E on and queries from L on become zeros. One thread.
-template <class Tile>
+template <class Tile, bool kGeneral>
 __device__ __forceinline__ void load_queries(const ForwardParams& p, const FusedMaps& maps, typename Tile::Shared& shared,
                                              uint32_t tiles, int columns) {
   using T = typename Tile::T;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_queries(const ForwardParams& p, const Fused
   uint32_t parity = 0;
 #pragma unroll 1
   for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    work.init(p, tile, columns);
+    work.template init<kGeneral>(p, tile, columns);
     TensorPosition box;
     if (work.group == 1) {
       box.at[1] = work.first_row;

@@ -25,6 +25,8 @@ struct FusedWork {
   int first_column;  // of values and of the output
 
   // Tiles of a group are adjacent (they share keys and values in L2), causal: longest first; of one tile of rows the shares of columns.
+  // kGeneral: that of the kernel; only then there may be key lengths.
+  template <bool kGeneral>
   __device__ __forceinline__ void init(const ForwardParams& p, uint32_t flat_tile, int share_columns) {
     const int shares = (static_cast<int>(p.Ev) + share_columns - 1) / share_columns;
     group = p.key.group;
@@ -37,7 +39,8 @@ struct FusedWork {
     if (p.sequence.causal) tile = m_tiles - 1 - tile;
     first_row = tile * tile_rows;
     rows = min(static_cast<int>(p.L) * group - first_row, tile_rows);
-    const KeyRange all = key_range(p.sequence, p.S);
+    KeyRange all = {p.sequence.causal, static_cast<int>(p.S)};
+    if constexpr (kGeneral) all = key_range(p.sequence, n_group * group, p.S);
     keys = all.end_of_row(query_of(rows - 1));
     open_keys = all.end_of_row(query_of(0));
   }

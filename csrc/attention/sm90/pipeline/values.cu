@@ -24,7 +24,7 @@ struct WgmmaValuesWork {
     int64_t n, slice_index;
     int row, col;    // of the tile's first element; rows from the beginning of the slice
     int rows, cols;  // that exist from there on
-    int steps;
+    int steps, last_rows;
     TensorPosition a, b;
   };
 
@@ -41,8 +41,11 @@ struct WgmmaValuesWork {
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
     at.cols = static_cast<int>(p.Ev) - at.col;
-    const KeyRange range = key_range(p.sequence, p.slice.col_count);
-    at.steps = (range.end_of_tile(static_cast<int>(p.slice.row_begin) + at.row, Tile::kM) + Tile::kK - 1) / Tile::kK;
+    const KeyRange range = key_range(p.sequence, static_cast<uint32_t>(at.n), p.slice.col_count);
+    const int keys = range.end_of_tile(static_cast<int>(p.slice.row_begin) + at.row, Tile::kM);
+    at.steps = max((keys + Tile::kK - 1) / Tile::kK, 1);  // rows that see nothing are stored as well
+    // Values from the batch row's last key on are not to be read, whatever memory holds there: a weight of 0 would not hide NaN.
+    at.last_rows = p.sequence.key_lengths == nullptr ? Tile::kK : keys - (at.steps - 1) * Tile::kK;
     at.a = {{0, at.row, static_cast<int>(at.slice_index), 0, 0}};
     at.b.at[0] = at.col;
     at.b.at[1] = 0;
