@@ -8,9 +8,17 @@ from cases import Case
 from common import DEVICE, extra_memory, log, time_ms
 
 OPS = torch.ops.attention_ext
-STAGES = {  # the three kernels of a pipeline
-    "pipeline": ("qk_scores", "segment_softmax", "scores_values"),
-    "sm90_pipeline": ("wgmma_scores", "segment_softmax", "wgmma_values"),
+STAGES = {  # the three kernels of a pipeline: what their names hold in csrc/ and in a profile
+    "pipeline": {
+        "qk_scores": "qk_scores_kernel",
+        "segment_softmax": "segment_softmax_kernel",
+        "scores_values": "scores_values_kernel",
+    },
+    "sm90_pipeline": {
+        "wgmma_scores": "WgmmaScoresWork",
+        "segment_softmax": "segment_softmax_kernel",
+        "wgmma_values": "WgmmaValuesWork",
+    },
 }
 
 
@@ -31,8 +39,8 @@ def stages(case: Case, kernel: str, ceilings: dict[str, float]) -> dict[str, Any
         (element * count + 2 * v.nbytes, case.flop / 2),
     )
     out = {}
-    for name, (moved, flop) in zip(STAGES[kernel], least, strict=True):
-        events = [event for event in profile.key_averages() if f"{name}_kernel" in event.key]
+    for (name, held), (moved, flop) in zip(STAGES[kernel].items(), least, strict=True):
+        events = [event for event in profile.key_averages() if held in event.key]
         ms = sum(event.self_device_time_total for event in events) / 5e3
         bound = max(moved / ceilings["copy_tb_per_s"], flop / ceilings["matmul_fp16_tflops"]) / 1e9
         launches = sum(event.count for event in events) // 5

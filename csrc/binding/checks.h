@@ -83,8 +83,8 @@ inline Dropout check_dropout(double p, const OptionalTensor& seed, const Tensor&
           p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
 }
 
-// What bounds the keys of matrices (batch..., heads): causality, and a length for each batch row, of which there are as many as the dims
-// before the heads make in row-major order.
+// What bounds the keys of matrices (batch..., heads): causality, and a length for each batch row, of which there are as many as the
+// dims before the heads make in row-major order.
 inline Sequence check_sequence(bool is_causal, const OptionalTensor& key_lengths, const Tensor& query, const Sizes& batch) {
   Sequence sequence = {is_causal, nullptr, batch.empty() ? 1 : batch.back()};
   if (!key_lengths.has_value() || !key_lengths->defined()) return sequence;

@@ -53,7 +53,8 @@ inline std::string text(ScalarType type) {
   }
 }
 
-// As Python writes a float: the shortest digits that give the same number, in scientific notation where that is very large or small.
+// As Python writes a float: the shortest digits that give the same number, in scientific notation where that is very large or
+// small.
 inline std::string text(double number) {
   if (!std::isfinite(number)) return std::isnan(number) ? "nan" : number > 0 ? "inf" : "-inf";
   const double size = std::abs(number);

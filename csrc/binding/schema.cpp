@@ -134,8 +134,8 @@ bool batch_dims_merge(std::vector<int64_t> sizes, std::vector<int64_t> ranks, st
 }  // namespace
 }  // namespace attention_ext
 
-// key_lengths: int32 (B,), B the product of the dims before the heads: a batch row sees its first keys only, and nothing reads the others.
-// kernel_name, not kernel: inductor passes arguments on by name, to a function with a parameter `kernel` of its own.
+// key_lengths: int32 (B,), B the product of the dims before the heads: a batch row sees its first keys only, and nothing reads the
+// others. kernel_name, not kernel: inductor passes arguments on by name, to a function with a parameter `kernel` of its own.
 STABLE_TORCH_LIBRARY(attention_ext, m) {
   m.def(
       "sdpa(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "

@@ -118,8 +118,8 @@ class OperatorScope {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
-// The stable ABI has no way to throw torch.OutOfMemoryError; attention_ext/_dispatch.py makes it of this sentence. The bytes are all
-// that the operator would hold, for by then what it held is free again.
+// The stable ABI has no way to throw torch.OutOfMemoryError; attention_ext/_dispatch.py makes it of this sentence. The bytes are
+// all that the operator would hold, for by then what it held is free again.
 [[noreturn]] inline void out_of_memory(int64_t bytes, int32_t device) {
   throw std::runtime_error("attention_ext: out of memory: " + std::to_string(OperatorScope::allocated() + bytes) +
                            " bytes on cuda:" + std::to_string(device));

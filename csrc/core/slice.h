@@ -20,8 +20,8 @@ struct Dropout {
 
 // Exponentials in half types are relative to a reference of their segment of keys, with the segment's statistics next to them.
 constexpr int kSegment = 64;  // keys
-// The reference of a segment is the multiple of this at or below its maximum: segments of a row mostly share it, and then nothing has
-// to be rescaled. exp(8) = 2981 leaves room below half precision's 65504, and weights lie further above its subnormals.
+// The reference of a segment is the multiple of this at or below its maximum: segments of a row mostly share it, and then nothing
+// has to be rescaled. exp(8) = 2981 leaves room below half precision's 65504, and weights lie further above its subnormals.
 constexpr float kReferenceStep = 8.0f;
 struct alignas(16) SegmentStatistics {
   float reference;

@@ -10,9 +10,9 @@
 
 namespace attention_ext {
 
-// Workspace of a slice, in this order: for float and double scores (batches, rows, pitch), overwritten in place by weights; for half
-// types weights (batches, rows, pitch), then the statistics of their segments (batches, rows, segments), 16 bytes each. Then the
-// row sums (batches, rows). Then, where there are many keys, the carry of sums over them (batches, rows, Ev), float.
+// Workspace of a slice, in this order: for float and double scores (batches, rows, pitch), overwritten in place by weights; for
+// half types weights (batches, rows, pitch), then the statistics of their segments (batches, rows, segments), 16 bytes each. Then
+// the row sums (batches, rows). Then, where there are many keys, the carry of sums over them (batches, rows, Ev), float.
 struct ForwardSlices {
   int64_t batches, rows;  // of a slice: whole matrices if one fits (rows = L), else some rows of one matrix
   int64_t pitch;          // of scores or weights, in elements

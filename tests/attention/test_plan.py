@@ -7,9 +7,9 @@ import re
 
 import pytest
 import torch
-from bench_modules import SHAPES
 from choice import CAP, Plan, planned
 from kernels import KERNELS
+from shapes import SHAPES
 
 import attention_ext
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from helpers import leaves, normal, qkv, sdpa, sdpa_forward, sdpa_with_lse
 from kernels import KERNELS, params
-from random_cases import build, draw_case
+from random_cases import draw_case
+from random_inputs import build
 from randomised import kernels_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile

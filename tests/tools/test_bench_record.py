@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -32,8 +33,9 @@ def test_a_row_rests_before_its_first_pass(monkeypatch: pytest.MonkeyPatch) -> N
 def test_stages_by_the_profiler(monkeypatch: pytest.MonkeyPatch, kernel: str) -> None:
     """Of the kernels' names as csrc spells them, over five calls of three slices."""
     sources = "".join(path.read_text() for path in CSRC.rglob("*.cu"))
-    named = [f"void attention_ext::(anonymous namespace)::{stage}_kernel<8>(QkScoresParams)" for stage in pipelines.STAGES[kernel]]
-    assert all(f"{stage}_kernel(" in sources for stage in pipelines.STAGES[kernel])
+    names = pipelines.STAGES[kernel].values()
+    named = [f"void attention_ext::(anonymous namespace)::{name}<8>(QkScoresParams)" for name in names]
+    assert all(re.search(rf"(__global__[^;{{]*|struct ){name}\b", sources) for name in names)
     events = [SimpleNamespace(key=key, self_device_time_total=5e3, count=15) for key in (*named, "void at::native::fill()")]
     calls: list[dict[str, Any]] = []
 
@@ -53,7 +55,7 @@ def test_stages_by_the_profiler(monkeypatch: pytest.MonkeyPatch, kernel: str) ->
     case = Case("small", 2, 4, 4, 30, 48, 24, torch.float32)
     found = pipelines.stages(case, kernel, {"copy_tb_per_s": 2.0, "matmul_fp16_tflops": 500.0})
     assert all(row["bound_ms"] == max(row["bytes"] / 2e9, row["flop"] / 500e9) for row in found.values())
-    assert tuple(found) == pipelines.STAGES[kernel] and calls == 6 * [{"kernel_name": kernel}]
+    assert list(found) == list(pipelines.STAGES[kernel]) and calls == 6 * [{"kernel_name": kernel}]
     assert all(stage["ms"] == 1.0 and stage["launches"] == 3 for stage in found.values())
 
 

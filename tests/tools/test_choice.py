@@ -7,9 +7,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import record_shapes
 import torch
-from bench_modules import ROOT, SHAPES, record_shapes, script
 from choice import choice_summary, planned
+from loader import script
+from paths import ROOT
+from shapes import SHAPES
 
 OPS = torch.ops.attention_ext
 RECORDED = json.loads((ROOT / "bench" / "results" / "kernels" / "nvidia_h200.json").read_text())["shapes"]

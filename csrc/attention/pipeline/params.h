@@ -142,8 +142,8 @@ cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream);
 cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
                            cudaStream_t stream);
 
-// Host drivers: slices so that the workspace stays under the cap, except where a single row (forward), or two numbers of each row and
-// a row tile by 8 keys of a group (backward), need more. The backward takes at least one query row.
+// Host drivers: slices so that the workspace stays under the cap, except where a single row (forward), or two numbers of each row
+// and a row tile by 8 keys of a group (backward), need more. The backward takes at least one query row.
 cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream);
 int64_t pipeline_backward_workspace(const BackwardParams& params);
 cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream);

@@ -1,7 +1,7 @@
 // Backward of float and double: delta of each row from the probabilities and the weights' gradients themselves, then dS in place.
 //
-// delta = sum(P * dP) is the same number as sum(grad_out * out), but a row with one visible key then gives dS = 0 to the last bit, as
-// float32 asks for. Half types cannot: they would have to round dP first.
+// delta = sum(P * dP) is the same number as sum(grad_out * out), but a row with one visible key then gives dS = 0 to the last bit,
+// as float32 asks for. Half types cannot: they would have to round dP first.
 // One warp per row, lanes over quads of columns; sums by shuffles in a fixed order. With dropout P becomes keep * P on the way.
 // Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.
 #include "attention/pipeline/params.h"

@@ -1,7 +1,7 @@
 // Backward: the factor that makes the recomputed probabilities of a row sum to 1, applied in place where it is not 1.
 //
-// P = exp(score - lse) takes lse as the forward rounded it. At |lse| = 3e5 float's spacing is 0.03, so P is off by 3 %, and a row of
-// finfo.min has lost the sum's share altogether; the error is one factor for the whole row, and a sum finds it.
+// P = exp(score - lse) takes lse as the forward rounded it. At |lse| = 3e5 float's spacing is 0.03, so P is off by 3 %, and a row
+// of finfo.min has lost the sum's share altogether; the error is one factor for the whole row, and a sum finds it.
 // 1. One warp per row sums it, lanes over quads of columns, by shuffles in a fixed order.
 // 2. A sum within T's precision of 1 is right: rounding every probability again would cost more than it mends.
 // Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.

@@ -1,4 +1,5 @@
-// Stage 2 for half types: the softmax of rows that stage 1 left as exponentials relative to the reference of each segment of 64 keys.
+// Stage 2 for half types: the softmax of rows that stage 1 left as exponentials relative to the reference of each segment of 64
+// keys.
 //
 // 1. Each row's reference (the largest) and sums come from the statistics of its segments, by warp shuffles: 16 bytes read per 64
 //    keys.

@@ -1,5 +1,5 @@
-// The online softmax: a row's softmax over one block of keys after another, with a running maximum, the reference, and the sum of the
-// exponentials relative to it (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
+// The online softmax: a row's softmax over one block of keys after another, with a running maximum, the reference, and the sum of
+// the exponentials relative to it (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax").
 #pragma once
 
 #include "device/common/math.cuh"
@@ -14,8 +14,9 @@ struct RowReference {
 // Before the first block.
 __device__ __forceinline__ RowReference no_reference() { return {negative_infinity(0.0f), 1.0f}; }
 
-// Scores x of a block -> weights 2^((x - reference) * unit), for one of the two rows of a fragment as wgmma leaves it (score_modifier.cuh).
-// `before`: of the block before this one. sum: of this thread's own weights of the row; it was relative to the reference before that.
+// Scores x of a block -> weights 2^((x - reference) * unit), for one of the two rows of a fragment as wgmma leaves it
+// (score_modifier.cuh). `before`: of the block before this one. sum: of this thread's own weights of the row; it was relative to
+// the reference before that.
 template <int kCount>
 __device__ __forceinline__ RowReference make_weights(float (&x)[kCount], int half, float unit, const RowReference& before,
                                                      float& sum) {

@@ -1,7 +1,7 @@
 // What turns products of query and key into scores: scale, mask, -inf where a key is hidden or does not exist.
 //
-// For adjacent keys of a row, as most epilogues hold them, and for fragments as wgmma leaves them: this thread's x[i] are pairs of adjacent
-// keys, 8 keys apart, of two rows in turn: row i / 2 % 2, key i / 4 * 8 + i % 2 from the thread's first key on.
+// For adjacent keys of a row, as most epilogues hold them, and for fragments as wgmma leaves them: this thread's x[i] are pairs of
+// adjacent keys, 8 keys apart, of two rows in turn: row i / 2 % 2, key i / 4 * 8 + i % 2 from the thread's first key on.
 #pragma once
 
 #include <type_traits>
@@ -66,7 +66,8 @@ __device__ __forceinline__ void make_scores(Acc (&x)[kCount], Acc scale, const M
   }
 }
 
-// Scales and masks a fragment from `key` on. s_mask_row: offsets of the mask's rows in shared memory, the other row's 8 after the first's.
+// Scales and masks a fragment from `key` on. s_mask_row: offsets of the mask's rows in shared memory, the other row's 8 after the
+// first's.
 template <class T, int kCount>
 __device__ __forceinline__ void scale_and_mask(float (&x)[kCount], float scale, const MatrixView& mask, MaskType mask_type,
                                                const int64_t* s_mask_row, int key, int keys) {

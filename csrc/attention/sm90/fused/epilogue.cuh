@@ -1,5 +1,5 @@
-// The end of a tile of the fused forward: the rows' sums, their log-sum-exp and the output. `row`: of this thread's first element in a
-// 64 x n product; its other row is 8 below.
+// The end of a tile of the fused forward: the rows' sums, their log-sum-exp and the output. `row`: of this thread's first element
+// in a 64 x n product; its other row is 8 below.
 #pragma once
 
 #include "attention/params.h"
@@ -24,10 +24,10 @@ __device__ __forceinline__ void sum_rows(typename Tile::Shared& shared, int cons
   barrier_sync(kBarrierConsumers, 128 * Tile::kConsumers);  // the sums are read, the next tile may write
 }
 
-// The log-sum-exp of a thread's rows to memory; s_reference: of the last block, which times `scale` is a score. The product is rounded, as
-// the compiler would otherwise fuse it into the sum for one of the two rows and not for the other.
-// It is read after the last barrier: warpgroup 1 writes its own anew only after warpgroup 0 has made the first weights of the next tile,
-// and so has left this one.
+// The log-sum-exp of a thread's rows to memory; s_reference: of the last block, which times `scale` is a score. The product is
+// rounded, as the compiler would otherwise fuse it into the sum for one of the two rows and not for the other.
+// It is read after the last barrier: warpgroup 1 writes its own anew only after warpgroup 0 has made the first weights of the next
+// tile, and so has left this one.
 __device__ __forceinline__ void store_lse(const ForwardParams& p, const FusedWork& work, const float* s_reference, float scale,
                                           int row, const float (&sum)[2]) {
 #pragma unroll
@@ -39,7 +39,8 @@ __device__ __forceinline__ void store_lse(const ForwardParams& p, const FusedWor
   }
 }
 
-// out / sum to memory, columns from first_column on. s_strip: the warp's own rows of a tile in shared memory that nobody reads any more.
+// out / sum to memory, columns from first_column on. s_strip: the warp's own rows of a tile in shared memory that nobody reads any
+// more.
 template <class Tile>
 __device__ __forceinline__ void store_out(const ForwardParams& p, const FusedWork& work, uint32_t s_strip, int row,
                                           const float (&sum)[2], const float (&out)[32 * Tile::kValueSteps], int first_column) {

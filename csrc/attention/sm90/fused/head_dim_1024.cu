@@ -1,5 +1,5 @@
-// The fused forward for head dims up to 1024, any Ev: a CTA takes all columns of values in passes, or the CTAs that share those of a tile
-// of rows each compute its scores.
+// The fused forward for head dims up to 1024, any Ev: a CTA takes all columns of values in passes, or the CTAs that share those of
+// a tile of rows each compute its scores.
 #include "attention/sm90/fused/fused.h"
 #include "attention/sm90/fused/launch.cuh"
 #include "core/dispatch.h"

@@ -1,13 +1,13 @@
 // Fused forward for Hopper: out = softmax(scale * Q K^T + mask) V without scores in memory, any L and S.
 //
-// A CTA takes 64 query rows (of all heads of a group together: row r is query r / G of head r % G) and walks over blocks of 128 keys.
-// Two consumer warpgroups own the blocks in turn and half of Ev each:
+// A CTA takes 64 query rows (of all heads of a group together: row r is query r / G of head r % G) and walks over blocks of 128
+// keys. Two consumer warpgroups own the blocks in turn and half of Ev each:
 //   1. the owner of block j computes S = Q K_j^T (64 x 128) in registers,
 //   2. softmaxes it: the running maximum of each row, weights P_j = exp(S - maximum) to shared memory for both,
 //   3. each warpgroup adds P_j V_j to its half of O (64 x Ev / 2) in registers.
 // While one warpgroup is in its softmax the other one multiplies: warpgroup 0 does S_0 | softmax, P_0 V_0 | S_2 | softmax, P_1 V_1,
-// P_2 V_2 | ..., warpgroup 1 S_1 | softmax, P_0 V_0, P_1 V_1 | S_3 ... A third warpgroup's threads load, one of them a ring of 16 KB slots
-// for each consumer, in the order in which it multiplies: 128 keys x 64 of E, or 32 keys x half of Ev.
+// P_2 V_2 | ..., warpgroup 1 S_1 | softmax, P_0 V_0, P_1 V_1 | S_3 ... A third warpgroup's threads load, one of them a ring of 16
+// KB slots for each consumer, in the order in which it multiplies: 128 keys x 64 of E, or 32 keys x half of Ev.
 // Blocks of keys that none of the CTA's rows sees are left out.
 // The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
 // wait_for_prerequisites nothing is read or written but shared memory and parameters.

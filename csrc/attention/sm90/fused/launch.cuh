@@ -1,5 +1,5 @@
-// The launch that the head-dim classes of the fused forward share, of a problem that their rows of the table (plan/forward.cpp) do not
-// refuse.
+// The launch that the head-dim classes of the fused forward share, of a problem that their rows of the table (plan/forward.cpp) do
+// not refuse.
 #pragma once
 
 #include "attention/params.h"

@@ -1,5 +1,5 @@
-// The loading side of the fused forward: one thread for each consumer's ring, in the order in which the consumer multiplies, and one
-// for the query tiles. They run ahead of the consumers, into the next tile of work.
+// The loading side of the fused forward: one thread for each consumer's ring, in the order in which the consumer multiplies, and
+// one for the query tiles. They run ahead of the consumers, into the next tile of work.
 #pragma once
 
 #include "attention/params.h"

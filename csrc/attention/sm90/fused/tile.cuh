@@ -24,8 +24,8 @@ struct FusedWork {
   int open_keys;     // that every row sees
   int first_column;  // of values and of the output
 
-  // Tiles of a group are adjacent (they share keys and values in L2), causal: longest first; of one tile of rows the shares of columns.
-  // kGeneral: that of the kernel; only then there may be key lengths.
+  // Tiles of a group are adjacent (they share keys and values in L2), causal: longest first; of one tile of rows the shares of
+  // columns. kGeneral: that of the kernel; only then there may be key lengths.
   template <bool kGeneral>
   __device__ __forceinline__ void init(const ForwardParams& p, uint32_t flat_tile, int share_columns) {
     const int shares = (static_cast<int>(p.Ev) + share_columns - 1) / share_columns;

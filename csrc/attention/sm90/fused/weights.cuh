@@ -1,5 +1,5 @@
-// The weights of a block of keys in shared memory, as wgmma reads them: tiles of 64 rows by 64 keys, 128 bytes a row, swizzled. Each warp
-// makes its own 16 rows. `row`: of this thread's first element in a 64 x n product.
+// The weights of a block of keys in shared memory, as wgmma reads them: tiles of 64 rows by 64 keys, 128 bytes a row, swizzled.
+// Each warp makes its own 16 rows. `row`: of this thread's first element in a 64 x n product.
 #pragma once
 
 #include "attention/sm90/fused/work.cuh"
