@@ -53,7 +53,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
 #define ATTENTION_EXT_WGMMA(N, TYPE, DESTINATION, A, B, FRESH, TRANSPOSED, ...)                                                 \
   asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, " FRESH ", 0;\n"                                                           \
                "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" DESTINATION "}, " A ", " B                    \
-               ", add, 1, 1, 0, " TRANSPOSED ";\n}\n"                                                                               \
+               ", add, 1, 1, 0, " TRANSPOSED ";\n}\n"                                                                          \
                : __VA_ARGS__ : "l"(a), "l"(b), "r"(static_cast<uint32_t>(fresh)), "n"(kColumnsB))
 
 #define ATTENTION_EXT_DESTINATION_64 \
