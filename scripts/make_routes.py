@@ -94,8 +94,8 @@ def module(records: dict[str, dict[str, Any]]) -> str:
     lines = [
         '"""Where PyTorch\'s back ends were measured faster than this package\'s kernels; scripts/make_routes.py writes this file.',
         "",
-        "By compute capability, then (dtypes, kind of call, whether a gradient is wanted): (back end, widest head dim) in the order",
-        "in which they are tried. The head dim is the larger of E and Ev.",
+        "By compute capability, then (dtypes, kind of call, whether a gradient is wanted): (back end, widest head dim), in the",
+        "order in which they are tried. The head dim is the larger of E and Ev.",
         '"""',
         "",
         '__all__ = ["ROUTES"]',

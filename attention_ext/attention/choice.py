@@ -12,7 +12,7 @@ limit on size counts as kept.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -196,8 +196,9 @@ def _candidates(f: Facts) -> tuple[tuple[tuple[str, int], ...], str]:
 
 
 @functools.lru_cache(maxsize=4096)
-def decide(f: Facts) -> tuple[str, str]:
-    """(back end, why), or ("", why none)."""
+def decide(*facts: Any) -> tuple[str, str]:
+    """(back end, why), or ("", why none), from the fields of Facts; one by one, which is what the cache costs least with."""
+    f = Facts(*facts)
     if reason := _none_takes(f):
         return "", reason
     candidates, why = _candidates(f)

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from .._checks import known
 from .._torch_private import chosen_by_torch, efficient_attention, flash_attention, is_traced, sdp_settings, torch_sdpa
 from .._transforms import wraps
 from .call import AttentionCall
-from .choice import Facts, decide
+from .choice import decide
 
 __all__ = ["bias_bytes", "choose", "name_of", "run"]
 
@@ -25,9 +27,7 @@ def _capability(device_index: int) -> tuple[int, int] | None:
 def _rank_4(tensor: Tensor) -> tuple[_Sizes, _Sizes] | None:
     """The sizes and strides of an operand with its leading dims merged, or with more of them; None where they do not merge."""
     sizes, strides = tensor.shape, tensor.stride()
-    if len(sizes) == 4:
-        return sizes, strides
-    if len(sizes) < 4:
+    if len(sizes) <= 4:
         more = 4 - len(sizes)
         return (*(1,) * more, *sizes), (*(0,) * more, *strides)
     batch, step = sizes[-4], strides[-4]
@@ -41,48 +41,50 @@ def _rank_4(tensor: Tensor) -> tuple[_Sizes, _Sizes] | None:
     return (batch, *sizes[-3:]), (step, *strides[-3:])
 
 
+def _all_of_rank_4(call: AttentionCall) -> tuple[list[_Sizes], tuple[_Sizes, ...]] | None:
+    """The sizes and the strides of the three operands as they are called with, or None: they cannot be."""
+    tensors = call[:3]
+    if max(t.dim() for t in tensors) > 4:
+        first, *others = (t.shape[:-3] for t in tensors)
+        same = all(len(dims) == len(first) and all(map(known, map(operator.eq, first, dims))) for dims in others)
+        if not same or call.attn_mask is not None:
+            return None
+    laid = [own for t in tensors if (own := _rank_4(t)) is not None]
+    return ([sizes for sizes, _ in laid], tuple(strides for _, strides in laid)) if len(laid) == 3 else None
+
+
 def choose(call: AttentionCall) -> tuple[str, str]:
     """(back end, why it) for a call on CUDA that check_attention has passed, or ("", why this package's kernels)."""
-    tensors, traced = call[:3], False
-    for tensor in tensors:
+    query, key, value, mask = call[:4]
+    traced = False
+    for tensor in (query, key, value):
         if wraps(tensor):
             if not is_traced(tensor):
                 return "", f"a {type(tensor).__name__} decides itself what runs on it"
             traced = True
-    query, key, value = tensors
-    rank, mask = query.dim(), call.attn_mask
-    if rank > 4 or key.dim() > 4 or value.dim() > 4:
-        leading = [t.shape[:-3] for t in tensors]
-        same = len({len(dims) for dims in leading}) == 1 and all(
-            known(a == b) and known(a == c) for a, b, c in zip(*leading, strict=True)
-        )
-        if not same or mask is not None:
-            return "", "leading dims broadcast, or there is a mask, at a rank above 4"
-    laid = [_rank_4(t) for t in tensors]
-    if any(own is None for own in laid):
-        return "", "leading dims do not merge"
-    (query_sizes, query_strides), (key_sizes, key_strides), (value_sizes, value_strides) = laid  # type: ignore[misc]
+    if query.dim() == key.dim() == value.dim() == 4:  # spares the host what other ranks need
+        laid: Any = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
+    elif (laid := _all_of_rank_4(call)) is None:
+        return "", "above rank 4 its fused kernels take leading dims that are the same and merge, and no mask"
     if traced:
-        aligned = all(known(t.storage_offset() * t.element_size() % 16 == 0) for t in tensors)
+        aligned = all(known(t.storage_offset() * t.element_size() % 16 == 0) for t in (query, key, value))
     else:
         aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     exporting = torch.compiler.is_exporting()  # for whichever card; the program may be differentiated when it is run
-    facts = Facts(
+    facts = (
         None if exporting else _capability(query.device.index),
         sdp_settings(),
         exporting or call.needs_grad(),
         query.dtype,
-        query_sizes,
-        key_sizes,
-        value_sizes,
-        (query_strides, key_strides, value_strides),
+        *laid[0],
+        laid[1],
         aligned,
         None if mask is None else mask.dtype,
         call.dropout_p,
         call.is_causal,
         call.scale,
     )
-    return decide.__wrapped__(facts) if traced else decide(facts)
+    return decide.__wrapped__(*facts) if traced else decide(*facts)
 
 
 def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
