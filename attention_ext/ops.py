@@ -123,7 +123,8 @@ class Explanation:
         "torch_math" (its MATH back end), "reference" (sdpa_forward on the CPU, for DTensors) or the name of one of this package's
         kernels.
     reason: why, as a clause; of this package's kernels on CUDA also why no back end of PyTorch's.
-    workspace: bytes taken from torch's allocator during the call beside the output; of PyTorch's, what a bool mask becomes there.
+    workspace: bytes taken from torch's allocator during the call beside the output; of PyTorch's, what is made of a bool mask for
+        it, and copies of operands and of the result.
     preferred: whether a kernel of this package runs that was measured faster than PyTorch's own operator on this kind of card.
     """
 

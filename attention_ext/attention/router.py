@@ -24,7 +24,7 @@ from .choice import BACK_ENDS
 from .composed import attention_with_lse
 from .layout import in_order_of
 from .limits import MAX_BATCH_DIMS
-from .torch_cuda import bias_bytes, choose, name_of, run
+from .torch_cuda import choose, name_of, run, workspace
 
 __all__ = ["Route", "checked", "described", "log_kernel", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
@@ -118,15 +118,15 @@ def _kernel_plan(call: AttentionCall) -> tuple[str, str, int, bool]:
 def described(call: AttentionCall, chosen: Route) -> tuple[str, str, int, bool]:
     """(kernel, reason, workspace, preferred) of a call of sdpa: what its route comes to."""
     if chosen.target in BACK_ENDS:
-        return name_of(chosen.target, call), chosen.reason, bias_bytes(call), False
+        return name_of(chosen.target, call), chosen.reason, workspace(chosen.target, call), False
     if chosen.target != "kernel":
         return chosen.target, chosen.reason, 0, False
-    kernel, reason, workspace, preferred = _kernel_plan(call)
+    kernel, reason, taken, preferred = _kernel_plan(call)
     if call.query.is_cuda:
         reason = f"{reason}; PyTorch's operator does not run: {chosen.reason}"
     # PyTorch was measured without a gradient of the mask, which costs this package's kernels more than all the rest.
     mask = call.attn_mask
-    return kernel, reason, workspace, preferred and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+    return kernel, reason, taken, preferred and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
 
 
 def log_kernel(operator: str, call: AttentionCall) -> None:

@@ -13,8 +13,9 @@ from .._torch_private import chosen_by_torch, efficient_attention, flash_attenti
 from .._transforms import wraps
 from .call import AttentionCall
 from .choice import decide
+from .layout import heads_inside_rows
 
-__all__ = ["bias_bytes", "choose", "name_of", "run"]
+__all__ = ["choose", "name_of", "run", "workspace"]
 
 _Sizes = tuple[int, ...]  # symbolic ones in a traced program
 
@@ -53,6 +54,15 @@ def _all_of_rank_4(call: AttentionCall) -> tuple[list[_Sizes], tuple[_Sizes, ...
     return ([sizes for sizes, _ in laid], tuple(strides for _, strides in laid)) if len(laid) == 3 else None
 
 
+def _head_dim(size: int) -> int:
+    """A head dim as a number, for which torch.compile then compiles, as with PyTorch's operator; torch.export keeps the symbol."""
+    if isinstance(size, int) or torch.compiler.is_exporting():
+        return size
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return size if free_unbacked_symbols(size) else int(size)
+
+
 def choose(call: AttentionCall) -> tuple[str, str]:
     """(back end, why it) for a call on CUDA that check_attention has passed, or ("", why this package's kernels)."""
     query, key, value, mask = call[:4]
@@ -67,6 +77,7 @@ def choose(call: AttentionCall) -> tuple[str, str]:
     elif (laid := _all_of_rank_4(call)) is None:
         return "", "above rank 4 its fused kernels take leading dims that are the same and merge, and no mask"
     if traced:
+        laid = [(*sizes[:3], _head_dim(sizes[3])) for sizes in laid[0]], laid[1]
         aligned = all(known(t.storage_offset() * t.element_size() % 16 == 0) for t in (query, key, value))
     else:
         aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
@@ -99,13 +110,19 @@ def _operands(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 def _bias_shape(mask: Tensor, S: int) -> list[int]:
     """Of the bias that a bool mask becomes: as large as the mask is in memory, with rows in units of 16 bytes."""
     sizes = [1 if known(stride == 0) else size for size, stride in zip(mask.shape[:-1], mask.stride()[:-1], strict=True)]
-    return [*sizes, (S + 7) // 8 * 8]
+    return [*sizes, S + -S % 8]  # as a sum, which is S or more for all a symbol may be
 
 
-def bias_bytes(call: AttentionCall) -> int:
-    """What that bias takes."""
-    mask = call.attn_mask
-    return 0 if mask is None else math.prod(_bias_shape(mask, call.scores[-1])) * call.query.element_size()
+def workspace(back_end: str, call: AttentionCall) -> int:
+    """Bytes that a call takes beside its result: the bias of a mask, copies of expanded operands, the result in another order."""
+    if back_end != "efficient":
+        return 0
+    query, key, value = _operands(call)
+    elements = 0 if call.attn_mask is None else math.prod(_bias_shape(call.attn_mask, call.scores[-1]))
+    elements += sum(t.numel() for t in (key, value) if known(t.stride(1) == 0))
+    if query.size(1) > 1 and not heads_inside_rows(call.query):
+        elements += math.prod(query.shape[:3]) * value.size(3)
+    return elements * query.element_size()
 
 
 def _bias(call: AttentionCall, query: Tensor) -> Tensor | None:
