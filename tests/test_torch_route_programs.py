@@ -10,6 +10,7 @@ import torch
 from helpers import close, leaves, normal, qkv, run, sdpa
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 from torch_route import BF16, FP16, FP32, as_arguments, kernel_of, problem
 
 import attention_ext
@@ -115,6 +116,18 @@ def test_dropout_rate_and_random_numbers() -> None:
     first = drawn.clone()
     graph.replay()
     assert not torch.equal(first, drawn)
+
+
+@pytest.mark.parametrize("E", [64, 128, 256])
+def test_dropout_under_checkpointing(E: int) -> None:
+    """As below, where the backward pass runs the call again."""
+    q, k, v = qkv((1,), (2,), 128, 128, E, dtype=FP16, device="cuda")
+    grad = normal(*v.shape, dtype=FP16, device="cuda")
+    for reentrant in (True, False):
+        inputs = leaves(q, k, v)
+        out = checkpoint(lambda *t: sdpa(*t, None, 0.3), *inputs, use_reentrant=reentrant)
+        out.backward(grad)
+        close((inputs[2].grad.double() * v.double()).sum()[None], (grad.double() * out.double()).sum()[None], 0.02)
 
 
 def test_dropout_of_the_backward_pass_is_that_of_the_forward_pass() -> None:

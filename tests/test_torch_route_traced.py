@@ -82,6 +82,17 @@ def test_known_multiples_are_known() -> None:
         assert routed(query.requires_grad_(), key, key)[0] == "cudnn"
 
 
+def test_length_that_may_be_1() -> None:
+    """PyTorch's operator would have to ask, which a program for a length that data decides cannot answer."""
+    mode = symbolic_mode()
+    length = mode.shape_env.create_unbacked_symint()
+    torch._check(length >= 1)
+    with mode:
+        query = fake(2, 8, length, 64)
+        got, reason = routed(query, query, query)
+    assert got == "flash" and "whether a length is 1" in reason
+
+
 def test_symbolic_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile(dynamic=True) has it as a symbol: it is compiled for, as by PyTorch's operator. torch.export must not do so."""
     for exporting, target in ((False, "cudnn"), (True, "kernel")):

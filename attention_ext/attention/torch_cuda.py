@@ -2,7 +2,6 @@
 
 import functools
 import math
-import operator
 from typing import Any
 
 import torch
@@ -47,7 +46,7 @@ def _all_of_rank_4(call: AttentionCall) -> tuple[list[_Sizes], tuple[_Sizes, ...
     tensors = call[:3]
     if max(t.dim() for t in tensors) > 4:
         first, *others = (t.shape[:-3] for t in tensors)
-        same = all(len(dims) == len(first) and all(map(known, map(operator.eq, first, dims))) for dims in others)
+        same = all(len(dims) == len(first) and all(known(a == b) for a, b in zip(first, dims, strict=True)) for dims in others)
         if not same or call.attn_mask is not None:
             return None
     laid = [own for t in tensors if (own := _rank_4(t)) is not None]
@@ -82,10 +81,12 @@ def choose(call: AttentionCall) -> tuple[str, str]:
     else:
         aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     exporting = torch.compiler.is_exporting()  # for whichever card; the program may be differentiated when it is run
+    # Checkpointing runs the forward pass without a gradient and again with one: both have to draw the same numbers.
+    gradient = exporting or call.dropout_p > 0.0 or call.needs_grad()
     facts = (
         None if exporting else _capability(query.device.index),
         sdp_settings(),
-        exporting or call.needs_grad(),
+        gradient,
         query.dtype,
         *laid[0],
         laid[1],
