@@ -15,6 +15,7 @@ __all__ = [
     "accumulator",
     "check_dense",
     "check_shape",
+    "known",
     "message",
     "refuse",
     "refuse_unless",
@@ -56,6 +57,16 @@ def surely(condition: bool | torch.SymBool) -> bool:
     from torch.fx.experimental.symbolic_shapes import guard_or_false  # imports sympy: 0.3 s that eager calls never need
 
     decided: bool = guard_or_false(condition)
+    return decided
+
+
+def known(condition: bool | torch.SymBool) -> bool:
+    """A comparison of sizes or strides that holds for all that a traced program stands for; adds no guard, where surely may."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # imports sympy, as above
+
+    decided: bool = statically_known_true(condition)
     return decided
 
 

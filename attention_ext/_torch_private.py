@@ -3,11 +3,16 @@
 Nothing else in the package names one, so that a release that moves one is met here.
 """
 
+import functools
+import os
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 
 # PyTorch's operators themselves, not those of torch.nn.functional at the time of a call: this package's may stand in their place.
@@ -15,6 +20,9 @@ torch_sdpa: Any = torch._C._nn.scaled_dot_product_attention
 torch_linear: Any = torch._C._nn.linear
 # The fused operator's MATH back end, which supports every transform, without the context manager that asks for it.
 math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
+# Two of the back ends on CUDA by name: they look at no switch and check next to nothing, and tracing keeps them as they are.
+flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
+efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
 # The derivative of softmax from its result, as PyTorch's own backward pass calls it.
 softmax_backward: Any = torch._softmax_backward_data
 # The __torch_function__ of a class that is what its data is.
@@ -66,6 +74,57 @@ def autograd_is_off() -> bool:
 def is_dual(tensor: Tensor) -> bool:
     """Whether a tensor carries a tangent; forward_ad.unpack_dual asks for a level that is open in Python."""
     return torch._VF._unpack_dual(tensor, level=0).tangent is not None
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Whether it stands for a tensor of the program that is being traced."""
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))
+
+
+class SdpSettings(NamedTuple):
+    """What a user may set for PyTorch's attention in the whole process."""
+
+    cudnn: bool
+    flash: bool
+    efficient: bool
+    order: tuple[int, ...]  # of torch.nn.attention.SDPBackend
+    deterministic: bool
+    warn_only: bool  # what is not deterministic only warns
+    flash_replaced: bool  # by FlashAttention 3 or 4, which torch.nn.attention puts in the place of the operator
+
+
+def sdp_settings() -> SdpSettings:
+    return SdpSettings(
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        tuple(torch._C._get_sdp_priority_order()),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_deterministic_algorithms_warn_only(),
+        getattr(_FLASH_REGISTRY, "_FLASH_ATTENTION_ACTIVE", None) is not None,
+    )
+
+
+_FLASH_REGISTRY = sys.modules.get("torch.nn.attention._registry")
+
+
+@functools.cache
+def _cudnn_would_come_first() -> bool:
+    version = torch.backends.cudnn.version()
+    return version is not None and version > 91500 and os.environ.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") != "1"
+
+
+def cudnn_comes_first(order: tuple[int, ...]) -> bool:
+    """Whether PyTorch's operator tries cuDNN, flash, efficient and its MATH back end in this order on compute capability 9.0.
+
+    PyTorch puts cuDNN first in the first call on such a card, if it is new enough (sdp_utils.cpp, priority_order).
+    """
+    return order == (3, 1, 2, 0, 4) or (order == (1, 2, 0, 3, 4) and _cudnn_would_come_first())
+
+
+def chosen_by_torch(*arguments: Any, **options: Any) -> str:
+    """The back end that PyTorch's operator takes for these arguments."""
+    return ("math", "flash", "efficient", "cudnn", "overrideable")[torch._fused_sdp_choice(*arguments, **options)]
 
 
 def module_hooks(module: torch.nn.Module) -> tuple[Any, ...]:

@@ -57,13 +57,15 @@ def sdpa(
 
     Precision: scores, softmax and sums are in float32 (float64 for float64), so half precision's scores may pass 65504; its weights
     are rounded to its dtype before they meet the values. float32 is float32-accurate whatever PyTorch's TF32 setting is, which
-    matters only where PyTorch's own operator runs.
+    matters only where PyTorch's MATH back end runs.
 
-    What runs: on CUDA this package's kernels. CPU tensors other than DTensors, torch.func transforms other than vmap alone,
+    What runs: on CUDA this package's kernels, or that back end of PyTorch's operator which was measured faster for the kind of call
+    (with a gradient: in both directions together) and keeps all of the above; a back end that is turned off
+    (torch.nn.attention.sdpa_kernel) does not. CPU tensors other than DTensors, torch.func transforms other than vmap alone,
     forward-mode AD and, on CUDA, ranks above 10 go to PyTorch's own operator; explain says which and why, and so does the logger
-    attention_ext at level INFO at each eager call. The kernels expand no mask and repeat no key or value in memory, launch on the
-    current stream of the query's device, do not synchronise with the host, allocate through torch only, and may be called from
-    several threads.
+    attention_ext at level INFO at each eager call. This package's kernels expand no mask and repeat no key or value in memory,
+    launch on the current stream of the query's device, do not synchronise with the host, allocate through torch only, and may be
+    called from several threads.
 
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
@@ -117,10 +119,13 @@ def sdpa_with_lse(
 class Explanation:
     """What would run for a call of sdpa.
 
-    kernel: "torch" (PyTorch's own operator), "torch_math" (its MATH back end), "reference" (sdpa_forward on the CPU, for DTensors)
-        or the name of one of this package's kernels.
-    reason: why, as a clause. workspace: bytes taken from torch's allocator during the call beside the output, 0 for PyTorch's.
-    preferred: whether the kernel was measured faster than PyTorch's own operator on this kind of card.
+    kernel: "torch" (PyTorch's own operator), on CUDA "torch: cudnn", "torch: flash" or "torch: efficient" (its back ends),
+        "torch_math" (its MATH back end), "reference" (sdpa_forward on the CPU, for DTensors) or the name of one of this package's
+        kernels.
+    reason: why, as a clause; of this package's kernels on CUDA also why no back end of PyTorch's.
+    workspace: bytes taken from torch's allocator during the call beside the output; of PyTorch's, what is made of a bool mask for
+        it, and copies of operands and of the result.
+    preferred: whether a kernel of this package runs that was measured faster than PyTorch's own operator on this kind of card.
     """
 
     kernel: str
@@ -139,18 +144,18 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Which kernel sdpa would run for these arguments, and why. Runs nothing; raises what sdpa would raise."""
     call, _ = router.checked(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    target, reason = router.route(call)
-    if target != "kernel":
-        return Explanation(target, reason, 0, False)
-    plan = router.kernel_plan(call)
-    return Explanation(*plan) if query.is_cuda else Explanation(plan[0], reason, *plan[2:])
+    return Explanation(*router.described(call, router.route(call)))
 
 
 def preferred(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> bool:  # fmt: skip
-    """Whether sdpa was measured faster than PyTorch's own operator for such a call; False where nothing was measured."""
+    """Whether sdpa was measured faster than PyTorch's own operator for such a call.
+
+    False where nothing was measured, and where PyTorch's operator or one of its back ends is what runs: whoever asks before putting
+    sdpa in its place gains nothing there.
+    """
     return explain(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa).preferred
 
 

@@ -57,7 +57,10 @@ class AttentionCall(NamedTuple):
         return self.scale if self.scale is not None else 1.0 / math.sqrt(width) if width else 1.0
 
     def needs_grad(self) -> bool:
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in self[:4])
+        query, key, value, mask = self[:4]
+        if not torch.is_grad_enabled():
+            return False
+        return query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
 
     def with_scores(self, scores: tuple[int, ...]) -> "AttentionCall":
         return AttentionCall(*self[:-1], scores)

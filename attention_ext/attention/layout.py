@@ -11,16 +11,16 @@ from torch import Tensor
 from .._checks import accumulator, surely
 from .call import AttentionCall
 
-__all__ = ["empty_grads", "empty_results", "in_order_of"]
+__all__ = ["empty_grads", "empty_results", "heads_inside_rows", "in_order_of"]
 
 
-def _heads_inside_rows(like: Tensor) -> bool:
+def heads_inside_rows(like: Tensor) -> bool:
     return like.dim() >= 3 and surely(like.stride(-3) < like.stride(-2))
 
 
 def _empty(like: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
     """An empty result of this shape; options: those of Tensor.new_empty."""
-    if len(shape) >= 3 and _heads_inside_rows(like):
+    if len(shape) >= 3 and heads_inside_rows(like):
         *leading, heads, length, width = shape
         return like.new_empty([*leading, length, heads, width], **options).transpose(-3, -2)
     return like.new_empty(shape, **options)
@@ -28,7 +28,7 @@ def _empty(like: Tensor, shape: Sequence[int], **options: Any) -> Tensor:
 
 def in_order_of(like: Tensor, out: Tensor) -> Tensor:
     """A result that PyTorch's operators have laid out; mostly it lies so already."""
-    return out.transpose(-3, -2).contiguous().transpose(-3, -2) if _heads_inside_rows(like) else out.contiguous()
+    return out.transpose(-3, -2).contiguous().transpose(-3, -2) if heads_inside_rows(like) else out.contiguous()
 
 
 def empty_results(call: AttentionCall, **options: Any) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Where a call of sdpa or sdpa_with_lse goes: to this package's kernels, or to PyTorch's operators where that is the plan.
 
-Only static properties decide (device, dtype, rank, head dim, flags, scale), never B, L or S: a branch on those would recompile
-under torch.compile and break torch.export with dynamic shapes. What depends on lengths is decided inside sdpa_forward.
+Where a call is traced, only what holds for all sizes that the program is for decides, and nothing adds a guard: that would
+recompile under torch.compile and break torch.export with dynamic shapes. What else depends on lengths, sdpa_forward decides.
 """
 
 import math
@@ -20,11 +20,13 @@ from .autograd import attend
 from .bias import plain_mask, plain_result
 from .call import AttentionCall
 from .checks import check_attention
+from .choice import BACK_ENDS
 from .composed import attention_with_lse
 from .layout import in_order_of
 from .limits import MAX_BATCH_DIMS
+from .torch_cuda import choose, name_of, run, workspace
 
-__all__ = ["Route", "checked", "kernel_plan", "log_kernel", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
+__all__ = ["Route", "checked", "described", "log_kernel", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
 _KERNELS = ("cuda",)  # device types that sdpa_forward serves in place of PyTorch's operator
 _SMALLEST_FLOAT = 2.0**-149  # of float32
@@ -32,8 +34,8 @@ _MAX_RANK = MAX_BATCH_DIMS + 2
 
 
 class Route(NamedTuple):
-    """target: "torch" (PyTorch's operator), "torch_math" (its MATH back end or the same composition with the log-sum-exp) or
-    "kernel" (sdpa_forward)."""
+    """target: "torch" (PyTorch's operator), one of BACK_ENDS (on CUDA), "torch_math" (its MATH back end or the same composition
+    with the log-sum-exp) or "kernel" (sdpa_forward). reason: of "kernel" for sdpa on CUDA, why no back end."""
 
     target: str
     reason: str
@@ -59,7 +61,11 @@ def route(call: AttentionCall) -> Route:
     if within_vmap(active):
         return Route("torch_math", "a torch.func transform is active under vmap, which PyTorch's fused operators only loop over")
     if query.device.type in _KERNELS and not active:
-        return _of_kernel(call)
+        own = _of_kernel(call)
+        if own.target != "kernel":
+            return own
+        back_end, why = choose(call)
+        return Route(back_end or "kernel", why)
     if query.device.type == "cpu" and _distributed(query):
         return Route("kernel", "PyTorch's fused operator for CPU tensors has no gradient for a DTensor")
     if scale is not None and math.isnan(scale):
@@ -95,7 +101,7 @@ def _rows_apart(tensor: Tensor) -> Tensor:
     return tensor if apart else tensor.contiguous()
 
 
-def kernel_plan(call: AttentionCall) -> tuple[str, str, int, bool]:
+def _kernel_plan(call: AttentionCall) -> tuple[str, str, int, bool]:
     """(kernel, reason, workspace, preferred) of a call of sdpa_forward: on CUDA from the code that chooses for the call itself."""
     query = call.query
     if not query.is_cuda:
@@ -109,10 +115,24 @@ def kernel_plan(call: AttentionCall) -> tuple[str, str, int, bool]:
     return plan
 
 
+def described(call: AttentionCall, chosen: Route) -> tuple[str, str, int, bool]:
+    """(kernel, reason, workspace, preferred) of a call of sdpa: what its route comes to."""
+    if chosen.target in BACK_ENDS:
+        return name_of(chosen.target, call), chosen.reason, workspace(chosen.target, call), False
+    if chosen.target != "kernel":
+        return chosen.target, chosen.reason, 0, False
+    kernel, reason, taken, preferred = _kernel_plan(call)
+    if call.query.is_cuda:
+        reason = f"{reason}; PyTorch's operator does not run: {chosen.reason}"
+    # PyTorch was measured without a gradient of the mask, which costs this package's kernels more than all the rest.
+    mask = call.attn_mask
+    return kernel, reason, taken, preferred and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+
+
 def log_kernel(operator: str, call: AttentionCall) -> None:
-    """The log of a call that sdpa_forward serves."""
+    """The log of a call that sdpa_forward serves whatever PyTorch's operator is like."""
     if log_wanted():
-        kernel, reason, *_ = kernel_plan(call)
+        kernel, reason, *_ = _kernel_plan(call)
         log_call(operator, call.query, kernel, reason)
 
 
@@ -140,13 +160,16 @@ def checked(*arguments: Any, **options: Any) -> tuple[AttentionCall, bool]:
 def sdpa(keyset: Any, *arguments: Any, **options: Any) -> Tensor:
     """The body of torch.ops.attention_ext.sdpa."""
     call, mask_is_plain = checked(*arguments, **options)
-    target, reason = route(call)
-    if target == "kernel":
-        log_kernel("sdpa", call)
+    chosen = route(call)
+    if log_wanted():
+        kernel, reason, *_ = described(call, chosen)
+        log_call("sdpa", call.query, kernel, reason)
+    if chosen.target == "kernel":
         out = attend(keyset, call)[0]
+    elif chosen.target in BACK_ENDS:
+        out = in_order_of(call.query, run(chosen.target, call))
     else:
-        log_call("sdpa", call.query, target, reason)
-        out = _torch_sdpa(target, call)
+        out = _torch_sdpa(chosen.target, call)
     return out if mask_is_plain else plain_result(out)
 
 

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 import attention_ext
 
 CLASS_512, CLASS_1024 = (128, 256, 384, 512), (768, 1024)  # head-dim classes of the two fused kernels
-LINE = re.compile(r"(\w+) on (\w+) (torch\.\w+): (\w+), because (.+)")
+LINE = re.compile(r"(\w+) on (\w+) (torch\.\w+): (\w+|torch: \w+), because (.+)")
 
 
 @pytest.fixture
@@ -81,9 +81,10 @@ def test_names_what_the_profiler_sees(name: str, mode, lines) -> None:
         for operator, call in (("sdpa", sdpa), ("sdpa_with_lse", sdpa_with_lse)):
             lines()
             call(q, k, v, **options)
-            logged = lines()
-            assert [(line[0], line[3], line[4]) for line in logged] == [(operator, explained.kernel, explained.reason)]
-            assert launched(lambda call=call: call(q, k, v, **options)) == {explained.kernel}
+            ((logged, _, _, kernel, reason),) = lines()
+            assert logged == operator and (operator != "sdpa" or (kernel, reason) == (explained.kernel, explained.reason))
+            own = not kernel.startswith("torch: ")  # of PyTorch's: test_torch_route_gpu.py
+            assert launched(lambda call=call: call(q, k, v, **options)) == ({kernel} if own else set())
 
 
 @pytest.mark.gpu
@@ -92,7 +93,7 @@ def test_the_kernels_differ() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs compute capability 9.0")
     found = {attention_ext.explain(*problem(name)[0], **problem(name)[1]).kernel for name in PROBLEMS}
-    assert found == {kernel.name for kernel in KERNELS if kernel.device == "cuda"}
+    assert found - {"torch: cudnn", "torch: efficient"} == {kernel.name for kernel in KERNELS if kernel.device == "cuda"}
 
 
 @pytest.mark.gpu
@@ -105,7 +106,7 @@ def test_the_kernels_differ() -> None:
         ("broadcast rows", lambda q, k, v: (q, k, v[:, :, :1].expand(v.shape)), "value's rows are broadcast"),
         ("four leading dims", lambda q, k, v: tuple(map(_reversed, (q, k, v))), "strides keep 4 leading dims apart"),
         ("no keys", lambda q, k, v: (q, k[:, :, :0], v[:, :, :0]), "sizes of 0"),
-        ("float32", lambda q, k, v: (q.float(), k.float(), v.float()), "float32"),
+        ("float64", lambda q, k, v: (q.double(), k.double(), v.double()), "float64"),
     ],
     ids=lambda value: value.replace(" ", "_") if isinstance(value, str) else "",
 )

@@ -1,0 +1,32 @@
+"""Where PyTorch's back ends were measured faster than this package's kernels; scripts/make_routes.py writes this file.
+
+By compute capability, then (dtypes, kind of call, whether a gradient is wanted): (back end, widest head dim), in the
+order in which they are tried. The head dim is the larger of E and Ev.
+"""
+
+__all__ = ["ROUTES"]
+
+ROUTES: dict[tuple[int, int], dict[tuple[str, str, bool], tuple[tuple[str, int], ...]]] = {
+    # NVIDIA H200, torch 2.11.0, cuDNN 9.19: bench/results/backends_nvidia_h200.json
+    (9, 0): {
+        ("half", "plain", False): (("cudnn", 256), ("flash", 96)),
+        ("half", "plain, one query", False): (("cudnn", 128), ("flash", 128)),
+        ("half", "plain, another width of values", False): (("cudnn", 192),),
+        ("half", "causal", False): (("cudnn", 256), ("flash", 96)),
+        ("half", "causal, another width of values", False): (("cudnn", 192),),
+        ("half", "causal, L and S apart", False): (("cudnn", 256), ("flash", 96)),
+        ("half", "bool mask", False): (("cudnn", 128),),
+        ("float32", "plain", False): (("efficient", 1024),),
+        ("float32", "causal", False): (("efficient", 1024),),
+        ("float32", "bool mask", False): (("efficient", 1024),),
+        ("half", "plain", True): (("cudnn", 256), ("flash", 256), ("efficient", 32)),
+        ("half", "plain, another width of values", True): (("cudnn", 192), ("efficient", 128)),
+        ("half", "causal", True): (("cudnn", 256), ("flash", 256), ("efficient", 128)),
+        ("half", "causal, another width of values", True): (("cudnn", 192), ("efficient", 128)),
+        ("half", "causal, L and S apart", True): (("cudnn", 256), ("flash", 256), ("efficient", 128)),
+        ("half", "bool mask", True): (("cudnn", 256), ("efficient", 128)),
+        ("float32", "plain", True): (("efficient", 1024),),
+        ("float32", "causal", True): (("efficient", 1024),),
+        ("float32", "bool mask", True): (("efficient", 1024),),
+    },
+}
