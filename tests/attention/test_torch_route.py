@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from cases import Case
+from choice import CAP, facts
+from paths import ROOT
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch_route import BF16, FP16, FP32, fake, fake_qkv, forgotten, needs_library, pretend, routed
@@ -22,7 +24,6 @@ from attention_ext import _torch_private
 from attention_ext.attention import router
 from attention_ext.attention.routes import ROUTES
 
-ROOT = Path(__file__).resolve().parent.parent
 HOPPER = (9, 0)
 pytestmark = needs_library
 
@@ -258,17 +259,9 @@ def test_no_call_is_both_preferred_and_borrowed() -> None:
     """This package's verdict that it is faster (csrc/plan) and the table of back ends exclude each other."""
     for E in (64, 128, 192, 256, 264, 512, 1024):
         for dtype in (BF16, FP32):
-            _, _, _, preferred = _torch_private.runs_host_code(
-                torch.ops.attention_ext.plan.default,
-                [2, 8, 8, 256, 256, E, E],
-                dtype.itemsize,
-                "none",
-                False,
-                False,
-                90,
-                True,
-                1 << 27,
-            )
+            of = facts(Case("", 2, 8, 8, 256, 256, E, dtype))
+            problem = (list(of), [int(value) for value in of.values()])
+            preferred = _torch_private.runs_host_code(torch.ops.attention_ext.plan.default, "forward", *problem, 90, 132, CAP)[3]
             assert not (preferred and routed(*fake_qkv(E=E, dtype=dtype))[0] != "kernel")
 
 
