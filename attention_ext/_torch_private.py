@@ -76,6 +76,11 @@ def is_dual(tensor: Tensor) -> bool:
     return torch._VF._unpack_dual(tensor, level=0).tangent is not None
 
 
+def dispatch_modes() -> int:
+    """How many TorchDispatchModes of Python are active."""
+    return torch._C._len_torch_dispatch_stack()
+
+
 def is_traced(tensor: Tensor) -> bool:
     """Whether it stands for a tensor of the program that is being traced."""
     return isinstance(tensor, (FakeTensor, FunctionalTensor))

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from .._checks import known
-from .._torch_private import chosen_by_torch, efficient_attention, flash_attention, is_traced, sdp_settings, torch_sdpa
+from .._torch_private import (
+    chosen_by_torch,
+    dispatch_modes,
+    efficient_attention,
+    flash_attention,
+    is_traced,
+    sdp_settings,
+    torch_sdpa,
+)
 from .._transforms import wraps
 from .call import AttentionCall
 from .choice import decide
@@ -71,6 +79,8 @@ def choose(call: AttentionCall) -> tuple[str, str]:
             if not is_traced(tensor):
                 return "", f"a {type(tensor).__name__} decides itself what runs on it"
             traced = True
+    if not traced and dispatch_modes():
+        return "", "a TorchDispatchMode is active, which sees the operators of this package"
     if query.dim() == key.dim() == value.dim() == 4:  # spares the host what other ranks need
         laid: Any = (query.shape, key.shape, value.shape), (query.stride(), key.stride(), value.stride())
     elif (laid := _all_of_rank_4(call)) is None:
@@ -115,12 +125,11 @@ def _bias_shape(mask: Tensor, S: int) -> list[int]:
 
 
 def workspace(back_end: str, call: AttentionCall) -> int:
-    """Bytes that a call takes beside its result: the bias of a mask, copies of expanded operands, the result in another order."""
+    """Bytes that a call takes beside its result: the bias of a mask, the result in another order."""
     if back_end != "efficient":
         return 0
-    query, key, value = _operands(call)
+    query, _, value = _operands(call)
     elements = 0 if call.attn_mask is None else math.prod(_bias_shape(call.attn_mask, call.scores[-1]))
-    elements += sum(t.numel() for t in (key, value) if known(t.stride(1) == 0))
     if query.size(1) > 1 and not heads_inside_rows(call.query):
         elements += math.prod(query.shape[:3]) * value.size(3)
     return elements * query.element_size()
@@ -152,7 +161,6 @@ def run(back_end: str, call: AttentionCall) -> Tensor:
     elif back_end == "flash":
         out = flash_attention(query, key, value, call.dropout_p, call.is_causal, scale=call.scale)[0]
     else:
-        key, value = (t.contiguous() if known(t.stride(1) == 0) else t for t in (key, value))  # misread before torch 2.14
         keeps_lse = call.needs_grad() or torch.compiler.is_exporting()
         out = efficient_attention(query, key, value, _bias(call, query), keeps_lse, 0.0, call.is_causal, scale=call.scale)[0]
     rank = call.query.dim()

@@ -34,7 +34,7 @@ def launched(call: Any) -> str:
     return found[0] if len(found) == 1 else names
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", CALLS)
 def test_values(name: str, backward: bool, dtype: torch.dtype) -> None:
@@ -54,7 +54,7 @@ def test_values(name: str, backward: bool, dtype: torch.dtype) -> None:
         assert q.size(-2) == 1 or sdpa(query, k, v, mask, **arguments).stride() == like.stride()
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("name", ["odd length", "causal, more keys", "grouped, causal", "mask"])
 def test_gradients_are_those_of_our_kernels(name: str, dtype: torch.dtype) -> None:
     """sdpa_with_lse, which is always ours, gives the same within what rounding makes of it."""
@@ -81,7 +81,7 @@ def test_gradients_of_very_negative_scores(L: int, level: float, causal: bool) -
     assert all(bool(t.isfinite().all()) for t in (out, *grads)), kernel_of(*leaves(q, k, v), is_causal=causal)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("L", [64, 65, 127])
 @pytest.mark.parametrize("backward", [False, True])
 def test_rows_without_a_key(dtype: torch.dtype, L: int, backward: bool) -> None:
@@ -112,15 +112,15 @@ def test_scores_of_infinity(causal: bool) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_heads_expanded_in_memory(causal: bool) -> None:
-    """float32, L of 65: before torch 2.14 the efficient kernels read other heads where the stride is 0."""
-    q, k, v = qkv((1,), (4,), 65, 65, 64, device="cuda")
+    """L of 65: before torch 2.14 the efficient kernels read other heads where the stride is 0, so they are not asked."""
+    q, k, v = qkv((1,), (4,), 65, 65, 64, dtype=BF16, device="cuda")
     k, v = (t[:, :1].expand(t.shape) for t in (k, v))
     with torch.no_grad():
         compare(q, k, v, causal=causal, backward=False)
     compare(q, k, v, causal=causal)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_deterministic_gradients(dtype: torch.dtype, causal: bool, deterministic: object) -> None:
     q, k, v = qkv((2,), (4,), 1024, 1024, 64, dtype=dtype, device="cuda")

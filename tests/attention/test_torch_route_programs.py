@@ -11,7 +11,7 @@ from helpers import close, leaves, normal, qkv, run, sdpa
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
-from torch_route import BF16, FP16, FP32, as_arguments, kernel_of, problem
+from torch_route import BF16, FP16, as_arguments, kernel_of, problem
 
 import attention_ext
 
@@ -48,7 +48,7 @@ def test_operands_off_alignment(function: str) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_compilation_for_all_lengths(dtype: torch.dtype, causal: bool) -> None:
     counter = CompileCounterWithBackend("aot_eager")
@@ -67,7 +67,7 @@ def test_one_compilation_for_all_lengths(dtype: torch.dtype, causal: bool) -> No
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("name", ["plain", "odd length", "causal, more keys", "mask", "values of 64"])
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_compiled(name: str, dtype: torch.dtype, backend: str) -> None:
     (q, k, v), mask, options = problem(name, dtype)
     torch._dynamo.reset()
@@ -79,7 +79,7 @@ def test_compiled(name: str, dtype: torch.dtype, backend: str) -> None:
         close(got, expected, 16 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_exported_program_can_be_differentiated(dtype: torch.dtype) -> None:
     class Attend(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

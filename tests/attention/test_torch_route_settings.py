@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch_route import FP32, fake_qkv, forgotten, needs_library, pretend, routed
+from torch_route import fake, fake_qkv, forgotten, needs_library, pretend, routed
 
 from attention_ext import _torch_private
 
@@ -24,7 +24,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("back_ends", "plain", "gradient", "float32"),
+    ("back_ends", "plain", "gradient", "masked"),
     [
         ([SDPBackend.MATH], "kernel", "kernel", "kernel"),
         ([SDPBackend.FLASH_ATTENTION], "flash", "flash", "kernel"),
@@ -33,11 +33,11 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ([SDPBackend.EFFICIENT_ATTENTION], "kernel", "kernel", "efficient"),
     ],
 )
-def test_back_ends_turned_off(back_ends: list[SDPBackend], plain: str, gradient: str, float32: str) -> None:
+def test_back_ends_turned_off(back_ends: list[SDPBackend], plain: str, gradient: str, masked: str) -> None:
     with sdpa_kernel(back_ends):
         assert routed(*fake_qkv())[0] == plain
         assert routed(*fake_qkv(grad=True))[0] == gradient
-        assert routed(*fake_qkv(dtype=FP32))[0] == float32
+        assert routed(*fake_qkv(grad=True), fake(256, 256, dtype=torch.bool))[0] == masked
 
 
 def test_order_of_the_user() -> None:
@@ -53,15 +53,15 @@ def test_cudnn_that_does_not_come_first(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("warn_only", "plain", "gradient", "float32"), [(False, "flash", "flash", "efficient"), (True, "cudnn", "kernel", "kernel")]
+    ("warn_only", "plain", "gradient", "masked"), [(False, "flash", "flash", "efficient"), (True, "cudnn", "kernel", "kernel")]
 )
-def test_deterministic(warn_only: bool, plain: str, gradient: str, float32: str) -> None:
+def test_deterministic(warn_only: bool, plain: str, gradient: str, masked: str) -> None:
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
         assert routed(*fake_qkv())[0] == plain
         assert routed(*fake_qkv(grad=True))[0] == gradient
-        assert routed(*fake_qkv(dtype=FP32, grad=True))[0] == float32
+        assert routed(*fake_qkv(grad=True), fake(256, 256, dtype=torch.bool))[0] == masked
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
@@ -112,4 +112,4 @@ def test_no_card(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, None)
     assert routed(*fake_qkv())[0] == "flash" and routed(*fake_qkv(E=256))[0] == "kernel"
     assert routed(*fake_qkv(E=256, grad=True))[0] == "flash" and routed(*fake_qkv(E=200, grad=True))[0] == "kernel"
-    assert routed(*fake_qkv(dtype=FP32))[0] == "efficient"
+    assert routed(*fake_qkv(grad=True), fake(256, 256, dtype=torch.bool))[0] == "efficient"

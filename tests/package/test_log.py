@@ -143,7 +143,8 @@ def test_random_cases_run_what_explain_says(part: int, lines) -> None:
         lines()
         found = launched(partial(sdpa, q, k, v, mask, **options))
         assert {(line[3], line[4]) for line in lines()} == {(explained.kernel, explained.reason)}, case
-        assert found == {explained.kernel}, case
+        own = not explained.kernel.startswith("torch: ")
+        assert found == ({explained.kernel} if own else set()), case
 
 
 @pytest.mark.parametrize("kernel", params())
