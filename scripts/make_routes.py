@@ -19,10 +19,10 @@ BACK_ENDS = ("cudnn", "flash", "efficient")  # in the order in which they are tr
 
 _PLAIN = ("plain", "cross", "odd length", "few queries", "batch of one", "short")
 _CAUSAL = ("causal", "grouped causal")
-# dtypes: kind: the rows that decide it, each by its name, or (the back end's, ours) where two stand in for one that was not timed.
-# float32 is left out, though the memory-efficient kernels were 1.5 to 4.5 times as fast: their products in three TF32 terms are up
-# to two units off where a row sees one key alone, and up to three times as far off as MATH, which is what PyTorch runs at rank 3.
-KINDS: dict[str, dict[str, dict[str, tuple[Any, ...]]]] = {
+# dtypes: kind: the rows that decide it, each by its name. float32 is left out, though the memory-efficient kernels were faster:
+# their products in three TF32 terms do not give the value itself where a row sees one key alone, and miss the error rule next to
+# MATH, which is what PyTorch runs at rank 3.
+KINDS: dict[str, dict[str, dict[str, tuple[str, ...]]]] = {
     "forward": {
         "half": {
             "plain": _PLAIN,
@@ -59,15 +59,13 @@ def timed_rows(record: dict[str, Any], dtypes: str, direction: str) -> Timed:
     return found
 
 
-def widest(timed: Timed, rows: tuple[Any, ...], name: str) -> int:
+def widest(timed: Timed, rows: tuple[str, ...], name: str) -> int:
     """Up to which head dim a back end was faster in all of these rows; 0 for none."""
     most = 0
     for width, kinds in sorted(timed.items()):
         ratios: list[float] = []
         for row in rows:
-            theirs, ours = row if isinstance(row, tuple) else (row, row)
-            pairs = zip(kinds.get(theirs, ()), kinds.get(ours, ()), strict=True)
-            ratios += [mine["ours"] / its[name] for its, mine in pairs if name in its]
+            ratios += [times["ours"] / times[name] for times in kinds.get(row, ()) if name in times]
         if min(ratios, default=FASTER) < FASTER:
             break
         most = width if ratios else most

@@ -78,7 +78,7 @@ class Facts(NamedTuple):
 
 def _none_takes(f: Facts) -> str:
     """Why no back end of PyTorch's runs a call, a clause; empty where one may."""
-    if f.dtype == torch.float32:  # two units off in a row with one visible key, and three times as far off as MATH at rank 3
+    if f.dtype == torch.float32:  # a row's only value does not come back as it is; at rank 3 PyTorch runs MATH
         return "its fused kernels multiply float32 as three terms of TF32, which is less accurate than this package's"
     if f.dtype not in (torch.float16, torch.bfloat16):
         return f"its fused kernels do not take {f.dtype}"
