@@ -3,6 +3,7 @@
 #include "plan/kernels.h"
 #include "plan/slices.h"
 #include "plan/sm90_fused.h"
+#include "plan/sm90_rows.h"
 
 namespace attention_ext {
 namespace {
@@ -36,23 +37,24 @@ std::string sm90_refuses(const Problem& p, int64_t batch_dims) {
   return "";
 }
 
-std::string fused_refuses(const Problem& p, int64_t most_E, int64_t most_Ev) {
+// rows: of a tile.
+std::string fused_refuses(const Problem& p, int64_t most_E, int64_t most_Ev, int64_t rows) {
   const int64_t group = p.key_group;
   if (p.E > most_E || p.Ev > most_Ev) return "it takes head dims up to " + std::to_string(most_E);
   // The group's heads are one more dim of the query's tensor map.
   const std::string clause = sm90_refuses(p, kTensorMapBatchDims - (group > 1 ? 1 : 0));
   if (!clause.empty()) return clause;
   if (group != p.value_group) return "key and value have different head counts";
-  if (group > kFusedRows) return "more than " + std::to_string(kFusedRows) + " query heads share a key head";
+  if (group > rows) return "more than " + std::to_string(rows) + " query heads share a key head";
   if (group > 1 && !p.query.heads_apart) return "query's heads, of which several share a key head, are broadcast";
-  const int64_t row_tiles = ceil_div(p.L * group, fused_tile_rows(static_cast<int>(group)));
+  const int64_t row_tiles = ceil_div(p.L * group, rows / group * group);
   if (p.L * group >= (int64_t{1} << 31) - 1024 || times(p.N / group, row_tiles, ceil_div(p.Ev, 128)) >= int64_t{1} << 31) {
     return "it counts rows and tiles in 32 bits, and here are more";
   }
   return "";
 }
 
-constexpr int64_t kMost512 = 512, kMost1024 = 1024;
+constexpr int64_t kMost256 = 256, kMost512 = 512, kMost1024 = 1024;
 
 template <bool kWgmma>
 int64_t slices_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) {
@@ -66,12 +68,17 @@ int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 const ForwardTable kForwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, slices_workspace<false>,
      [](const Problem& p, const DeviceInfo& card, int64_t cap) { return pipeline_cost(p, card, cap, false); }},
-    {"sm90_512", 90, [](const Problem& p) { return fused_refuses(p, kMost512, kMost512); }, nullptr, no_workspace,
+    {"sm90_256", 90, [](const Problem& p) { return fused_refuses(p, kMost256, kMost256, kMostRows); }, nullptr, no_workspace,
+     [](const Problem& p, const DeviceInfo& card, int64_t) {
+       return std::max(p.E, p.Ev) > kMost256 ? kNoCost : rows_cost(p, card);
+     }},
+    {"sm90_512", 90, [](const Problem& p) { return fused_refuses(p, kMost512, kMost512, kFusedRows); }, nullptr, no_workspace,
      [](const Problem& p, const DeviceInfo& card, int64_t) {
        const int64_t width = std::max(p.E, p.Ev);
        return width > kMost512 ? kNoCost : fused_cost(p, card, fused_class_512(width));
      }},
-    {"sm90_1024", 90, [](const Problem& p) { return fused_refuses(p, kMost1024, INT64_MAX); }, nullptr, no_workspace,
+    {"sm90_1024", 90, [](const Problem& p) { return fused_refuses(p, kMost1024, INT64_MAX, kFusedRows); }, nullptr,
+     no_workspace,
      [](const Problem& p, const DeviceInfo& card, int64_t) {
        return p.E > kMost1024 ? kNoCost : fused_cost(p, card, fused_class_1024(p.E));
      }},

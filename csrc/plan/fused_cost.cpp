@@ -45,8 +45,7 @@ int64_t fused_cost(const Problem& p, const DeviceInfo& card, int head_dim_class)
   // of the blocks, which are left out then. What other masks hide is not known.
   if (p.mask == MaskType::kBool && !p.mask_rows) block = block * 3 / 4;
 
-  const int64_t slot_keys = shape.value_steps == 1 ? 128 : shape.value_steps == 2 ? 64 : 32;
-  const int64_t missing_keys = blocks * kFusedKeys - round_up(S, slot_keys);  // whose values are not multiplied
+  const int64_t missing_keys = blocks * kFusedKeys - round_up(S, kFusedValueKeys);  // whose values are not multiplied
   int64_t tile = kTile + kTileQueryStep * query_steps + kTileValueStep * value_steps * passes -
                  kStep * value_steps * passes * std::min<int64_t>(missing_keys, kFusedKeys) / kFusedKeys +
                  (passes - 1) * (kPass + kStep * value_steps * blocks);

@@ -31,7 +31,7 @@ struct KernelRow {
   int64_t (*cost)(const Facts&, const DeviceInfo&, int64_t cap);
 };
 
-using ForwardTable = std::array<KernelRow<Problem>, 4>;
+using ForwardTable = std::array<KernelRow<Problem>, 5>;
 using BackwardTable = std::array<KernelRow<Problem>, 1>;
 using LinearTable = std::array<KernelRow<LinearProblem>, 3>;
 
@@ -95,7 +95,7 @@ class Choice {
   size_t row_;
 };
 
-// one of the kernels "pipeline", "sm90_512" and "sm90_1024": the names of a table, for a sentence.
+// one of the kernels "pipeline", "sm90_256" and "sm90_512": the names of a table, for a sentence.
 template <class Facts, size_t kRows>
 std::string names_of(const std::array<KernelRow<Facts>, kRows>& table) {
   std::string text = kRows > 1 ? "one of the kernels " : "";

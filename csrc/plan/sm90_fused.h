@@ -21,9 +21,7 @@ struct FusedTileShape {
 // Shared memory: query 8 KB a step, weights 2 x 16 KB, rings 2 x 16 KB a slot, within 227 KB. Registers: 32 accumulators a value
 // step and 64 scores a thread of 232; five value steps would leave nothing to compute with.
 constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
-  return head_dim_class <= 128   ? FusedTileShape{2, 1, 5, 0}  // 208 KB; a sixth slot would be 240
-         : head_dim_class <= 256 ? FusedTileShape{4, 2, 5, 0}  // 224 KB
-         : head_dim_class <= 384 ? FusedTileShape{6, 3, 4, 0}  // 208 KB; a fifth slot would be 240
+  return head_dim_class <= 384   ? FusedTileShape{6, 3, 4, 0}  // 208 KB; a fifth slot would be 240
          : head_dim_class <= 512 ? FusedTileShape{8, 4, 4, 0}  // 224 KB
          : head_dim_class <= 768 ? FusedTileShape{12, 4, 3, 47}
                                  // 224 KB; CTAs share the columns of values, or take them in passes
@@ -31,11 +29,12 @@ constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
 }
 
 // Of sm90_512, by the larger of E and Ev up to 512; of sm90_1024, by E up to 1024.
-constexpr int fused_class_512(int64_t width) { return width <= 128 ? 128 : width <= 256 ? 256 : width <= 384 ? 384 : 512; }
+constexpr int fused_class_512(int64_t width) { return width <= 384 ? 384 : 512; }
 constexpr int fused_class_1024(int64_t E) { return E <= 768 ? 768 : 1024; }
 
-constexpr int kFusedRows = 64;   // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
-constexpr int kFusedKeys = 128;  // keys of a block: at 64 a product would read a third more of shared memory
+constexpr int kFusedRows = 64;       // query rows of a CTA: M of one wgmma, and all that registers hold of O at Ev = 512
+constexpr int kFusedKeys = 128;      // keys of a block: at 64 a product would read a third more of shared memory
+constexpr int kFusedValueKeys = 32;  // of a slot of values: 32 x 256 is as much as 128 x 64 of keys
 
 constexpr int kAllColumns = 1 << 30;  // of values that a CTA takes in passes; with more, CTAs share them
 

@@ -25,11 +25,15 @@ SEES = {
     "attention/softmax": ("core", "device", "gemm"),
     "attention/pipeline": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
     "attention/sm90/fused": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+    "attention/sm90/rows": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
     "attention/sm90/pipeline": (
         ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
     ),
     "linear": ("core", "plan", "device", "gemm"),
-    "binding": ("core", "plan", "attention", "attention/pipeline", "attention/sm90/fused", "attention/sm90/pipeline", "linear"),
+    "binding": (
+        *("core", "plan", "attention", "attention/pipeline", "attention/sm90/rows", "attention/sm90/fused"),
+        *("attention/sm90/pipeline", "linear"),
+    ),
 }
 
 

@@ -31,7 +31,7 @@ class Kernel:
 
     capability: the compute capabilities it runs on, 10 * major + minor, empty for all. head_dims: what max(E, Ev) may be, both
     ends included. aligned: query, key and value need their rows on 16-byte boundaries. value_heads: key and value may have
-    different head counts. rank: the largest that it takes. empty: whether a dim may be 0. contract: (E, Ev) of the tests of all
+    different head counts; where not, group is how many query heads may share a key head. rank: the largest that it takes. empty: whether a dim may be 0. contract: (E, Ev) of the tests of all
     that it takes, the widest first. sanitized: those of scripts/sanitizer_subset.py.
     """
 
@@ -43,6 +43,7 @@ class Kernel:
     head_dims: tuple[int, int] = (0, 1 << 30)
     aligned: bool = False
     value_heads: bool = True
+    group: int = 64
     rank: int = 10
     empty: bool = True
     contract: tuple[tuple[int, int], ...] = ((16, 16),)
@@ -62,7 +63,7 @@ class Kernel:
         if (
             not self.value_heads and min(query.dim(), key.dim()) >= 3 and 1 < key.size(-3) < query.size(-3)
         ):  # groups are a dim of the tensor map
-            heads = heads and query.size(-3) // key.size(-3) <= 64 and query.stride(-3) > 0 and query.dim() <= 4
+            heads = heads and query.size(-3) // key.size(-3) <= self.group and query.stride(-3) > 0 and query.dim() <= 4
         fits = (
             fits
             and heads
@@ -83,11 +84,14 @@ class Kernel:
 
 
 # Of the contracts: the widest, and a pair for every other head-dim class of the fused kernels.
-DIMS_512 = ((512, 512), (320, 264), (200, 256), (16, 16))
+DIMS_256 = ((200, 256), (136, 192), (192, 128), (72, 96), (16, 16))
+DIMS_512 = ((512, 512), (320, 264), (16, 16))
 DIMS_1024 = ((1024, 1024), (576, 640), (768, 768))
 HOPPER = {"dtypes": HALVES, "capability": (90,), "aligned": True, "rank": 5, "empty": False}
 FACTS = {
     "pipeline": {},
+    "sm90_256": HOPPER
+    | {"head_dims": (1, 256), "value_heads": False, "group": 128, "contract": DIMS_256, "sanitized": ((256, 200), (64, 40))},
     "sm90_512": HOPPER | {"head_dims": (1, 512), "value_heads": False, "contract": DIMS_512, "sanitized": ((320, 320), (512, 264))},
     "sm90_1024": HOPPER | {"head_dims": (1, 1024), "value_heads": False, "contract": DIMS_1024, "sanitized": ((600, 1024),)},
     "sm90_pipeline": HOPPER | {"head_dims": (1, 1 << 30), "contract": (*DIMS_1024, (640, 576)), "sanitized": ((600, 264),)},

@@ -66,6 +66,117 @@ __device__ __forceinline__ void make_scores(Acc (&x)[kCount], Acc scale, const M
   }
 }
 
+// For fragments whose rows of the mask begin on 16-byte boundaries: the four lanes that share a row read it 16 bytes at a time, and
+// exchange what they read. g_row: the row's element for the first key of the fragment.
+
+// The bits of 16 bytes, 1 where a byte is not 0.
+__device__ __forceinline__ uint32_t bits_of_bytes(const uint4& bytes) {
+  uint32_t bits = 0;
+  const uint32_t word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t tops = (((word[i] & 0x7f7f7f7fu) + 0x7f7f7f7fu) | word[i]) & 0x80808080u;
+    bits |= (tops * 0x00204081u) >> 28 << 4 * i;  // the product brings the four tops side by side
+  }
+  return bits;
+}
+
+template <int kCount>
+__device__ __forceinline__ void mask_rows(float (&x)[kCount], const uint8_t* const (&g_row)[2]) {
+  constexpr int kChunks = kCount / 8, kLoads = (kChunks + 3) / 4;  // of 16 keys
+  static_assert(kChunks <= 8, "a lane's chunks are one word");
+  const int lane = threadIdx.x % 4;
+  uint4 bytes[2][kLoads];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      // Where a row's chunks end early, the lanes that have none read their first one again.
+      const int chunk = lane + 4 * i < kChunks ? lane + 4 * i : lane;
+      bytes[half][i] = *reinterpret_cast<const uint4*>(g_row[half] + 16 * chunk);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t own = bits_of_bytes(bytes[half][0]);
+    if constexpr (kLoads == 2) own |= bits_of_bytes(bytes[half][1]) << 16;
+#pragma unroll
+    for (int from = 0; from < 4; ++from) {
+      const uint32_t bits =
+          __shfl_sync(0xffffffffu, own, from, 4) >> 2 * lane;  // this lane's keys at bits 0, 1, 8, 9 of a chunk
+#pragma unroll
+      for (int chunk = from; chunk < kChunks; chunk += 4) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t bit = 1u << (chunk / 4 * 16 + i / 2 * 8 + i % 2);
+          if ((bits & bit) == 0) x[chunk * 8 + i / 2 * 4 + 2 * half + i % 2] = negative_infinity(0.0f);
+        }
+      }
+    }
+  }
+}
+
+// Two adjacent elements of a half type in one register.
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair, const __half*) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+__device__ __forceinline__ float2 unpack_pair(uint32_t pair, const __nv_bfloat16*) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void mask_rows(float (&x)[kCount], const T* const (&g_row)[2]) {
+  constexpr int kChunks = kCount / 4, kLoads = (kChunks + 3) / 4;  // of 8 keys
+  const int lane = threadIdx.x % 4;
+  const bool odd = lane % 2 != 0, upper = lane >= 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint4 pairs[kLoads];
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const int chunk = lane + 4 * i < kChunks ? lane + 4 * i : lane;
+      pairs[i] = *reinterpret_cast<const uint4*>(g_row[half] + 8 * chunk);
+    }
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      // A transposition among the four lanes: lane l has the four pairs of chunk l, and gets pair l of all four chunks.
+      uint32_t word[4] = {pairs[i].x, pairs[i].y, pairs[i].z, pairs[i].w};
+#pragma unroll
+      for (int w = 0; w < 4; w += 2) {
+        const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? word[w] : word[w + 1], 1);
+        (odd ? word[w] : word[w + 1]) = theirs;
+      }
+#pragma unroll
+      for (int w = 0; w < 2; ++w) {
+        const uint32_t theirs = __shfl_xor_sync(0xffffffffu, upper ? word[w] : word[w + 2], 2);
+        (upper ? word[w] : word[w + 2]) = theirs;
+      }
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        if (4 * i + w >= kChunks) continue;
+        const float2 pair = unpack_pair(word[w], g_row[half]);
+        x[(4 * i + w) * 4 + 2 * half] += pair.x;
+        x[(4 * i + w) * 4 + 2 * half + 1] += pair.y;
+      }
+    }
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void mask_rows(float (&x)[kCount], const float* const (&g_row)[2]) {
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 2 * half; i < kCount; i += 4) {
+      if (i % 32 < 4) keep_order();  // eight loads in flight; the compiler would take registers for all
+      const float2 pair = *reinterpret_cast<const float2*>(g_row[half] + i / 4 * 8 + 2 * lane);
+      x[i] += pair.x;
+      x[i + 1] += pair.y;
+    }
+  }
+}
+
 // Scales and masks a fragment from `key` on. s_mask_row: offsets of the mask's rows in shared memory, the other row's 8 after the
 // first's.
 template <class T, int kCount>
@@ -73,7 +184,12 @@ __device__ __forceinline__ void scale_and_mask(float (&x)[kCount], float scale, 
                                                const int64_t* s_mask_row, int key, int keys) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) x[i] *= scale;
+  const int first = key - threadIdx.x % 4 * 2;  // of the fragment
   visit_mask<T>(mask, mask_type, [&](auto* g_mask) {
+    if (mask.vector && first + 2 * kCount <= keys) {
+      mask_rows(x, {g_mask + first + s_mask_row[0], g_mask + first + s_mask_row[8]});
+      return;
+    }
     g_mask += key * mask.col_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -94,10 +210,11 @@ __device__ __forceinline__ void scale_and_mask(float (&x)[kCount], float scale, 
 // -inf for what a row of a fragment does not see.
 template <int kCount>
 __device__ __forceinline__ void hide_keys(float (&x)[kCount], int half, int key, int end) {
+  const int seen = end - key;  // from the thread's first key on: what is compared with it are constants
 #pragma unroll
   for (int i = 2 * half; i < kCount; i += 4) {
-    if (key + i / 4 * 8 >= end) x[i] = negative_infinity(0.0f);
-    if (key + i / 4 * 8 + 1 >= end) x[i + 1] = negative_infinity(0.0f);
+    if (i / 4 * 8 >= seen) x[i] = negative_infinity(0.0f);
+    if (i / 4 * 8 + 1 >= seen) x[i + 1] = negative_infinity(0.0f);
   }
 }
 

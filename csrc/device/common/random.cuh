@@ -26,17 +26,26 @@ __device__ __forceinline__ RandomWords philox(uint2 key, uint4 counter) {
   return {{counter.x, counter.y, counter.z, counter.w}};
 }
 
+// Which of the weights (n, row, 4 quad .. 4 quad + 3) dropout keeps, a bit each, from the lowest.
+__device__ __forceinline__ uint32_t kept_of_quad(const Dropout& dropout, int64_t seed, int64_t n, int row, int quad) {
+  const uint64_t key = static_cast<uint64_t>(seed), batch = static_cast<uint64_t>(n);
+  const RandomWords random = philox(make_uint2(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)),
+                                    make_uint4(static_cast<uint32_t>(quad), static_cast<uint32_t>(row),
+                                               static_cast<uint32_t>(batch), static_cast<uint32_t>(batch >> 32)));
+  uint32_t kept = 0;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) kept |= static_cast<uint32_t>(static_cast<uint64_t>(random.word[e]) >= dropout.threshold) << e;
+  return kept;
+}
+
 // Sets to zero what dropout drops of the four weights (n, row, col .. col + 3); col is a multiple of 4.
 // Forward and backward call this one function, so they drop the same elements whatever their tiles.
 template <class A>
 __device__ __forceinline__ void drop_quad(A (&weights)[4], const Dropout& dropout, int64_t seed, int64_t n, int row, int col) {
-  const uint64_t key = static_cast<uint64_t>(seed), batch = static_cast<uint64_t>(n);
-  const RandomWords random = philox(make_uint2(static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)),
-                                    make_uint4(static_cast<uint32_t>(col / 4), static_cast<uint32_t>(row),
-                                               static_cast<uint32_t>(batch), static_cast<uint32_t>(batch >> 32)));
+  const uint32_t kept = kept_of_quad(dropout, seed, n, row, col / 4);
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    if (static_cast<uint64_t>(random.word[e]) < dropout.threshold) weights[e] = 0;
+    if ((kept >> e & 1) == 0) weights[e] = 0;
   }
 }
 

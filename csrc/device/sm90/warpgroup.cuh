@@ -28,6 +28,11 @@ __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.sync %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Arrives at it without waiting; counts among its threads.
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.arrive %0, %1;\n" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // Keeps the compiler from moving reads of memory across, and so from holding many results in registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 

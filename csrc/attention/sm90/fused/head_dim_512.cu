@@ -9,8 +9,6 @@ namespace {
 template <class T>
 cudaError_t launch_typed(const ForwardParams& params, cudaStream_t stream) {
   switch (fused_class_512(std::max(params.E, params.Ev))) {
-    case 128: return launch_class<T, 128>(params, stream);
-    case 256: return launch_class<T, 256>(params, stream);
     case 384: return launch_class<T, 384>(params, stream);
     case 512: return launch_class<T, 512>(params, stream);
   }

@@ -74,8 +74,7 @@ struct FusedTile {
   static constexpr int kM = kFusedRows;
   static constexpr int kN = kFusedKeys;
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
-  // Keys of a slot of values: 32 x 256 is as much as 128 x 64 of keys.
-  static constexpr int kValueKeys = kShape.value_steps == 1 ? 128 : kShape.value_steps == 2 ? 64 : 32;
+  static constexpr int kValueKeys = kFusedValueKeys;
   static constexpr int kQuerySteps = kShape.query_steps;
   static constexpr int kValueSteps = kShape.value_steps;
   static constexpr int kSlots = kShape.slots;

@@ -1,0 +1,312 @@
+// The multiplying side of the row kernels: what one consumer warpgroup does with its 64 rows.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/sm90/rows/tile.cuh"
+#include "attention/softmax/online_softmax.cuh"
+#include "attention/visibility/score_modifier.cuh"
+#include "device/common/random.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/warpgroup.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "gemm/sm90/clear_rows.cuh"
+#include "gemm/sm90/strip.cuh"
+
+namespace attention_ext {
+
+// One consumer warpgroup. kGeneral: there is a mask, dropout or a length of keys, or a scale that is not positive.
+template <class Tile, bool kGeneral>
+class RowsConsumer {
+ public:
+  using T = typename Tile::T;
+
+  __device__ __forceinline__ RowsConsumer(const ForwardParams& p, typename Tile::Shared& shared, int consumer)
+      : p_(p), shared_(shared), consumer_(consumer) {
+    row_ = consumer * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+    col_ = threadIdx.x % 4 * 2;
+  }
+
+  __device__ __forceinline__ void run(const RowsOrder& order) {
+    if (Tile::kTurns && consumer_ == Tile::kConsumers - 1) pass_turn();  // warpgroup 0 has the first
+    RowsPlaces places(order.tiles);
+#pragma unroll 1
+    while (places.next()) {
+      mbarrier_wait(shared_address(&shared_.query_full), places.round() & 1);
+      work_ = &shared_.work[places.round() % Tile::kWorks];
+      begin_tile();
+      int block = kGeneral ? next_block() : work_->blocks() - 1;
+      const bool any = !kGeneral || block >= 0;
+      if (any) {
+        begin_scores(block);
+        if constexpr (kGeneral) {
+#pragma unroll 1
+          while ((block = next_block()) >= 0) step<true>(block);
+        } else {
+          // From the last block on; the first ones may have keys that not every row sees.
+          const int open = end_of_row(0);
+          --block;
+#pragma unroll 1
+          for (; block >= 0 && (block + 1) * Tile::kN > open; --block) step<true>(block);
+#pragma unroll 1
+          for (; block >= 0; --block) step<false>(block);
+        }
+      }
+      if constexpr (Tile::kOwnStrips) release_query();
+      if (any) {
+        if constexpr (!Tile::kTurns) rescale();
+        add_values();
+        wgmma_wait<0>();
+        pin_out();
+        release(shared_.value_empty, value_place_);
+      }
+      finish();
+      if constexpr (!Tile::kOwnStrips) {
+        fence_async_proxy();
+        __syncwarp();  // the warp's results have left the query's place
+        release_query();
+      }
+    }
+  }
+
+ private:
+  static constexpr int kScores = Tile::kN / 2;
+  static constexpr int kSlices = Tile::kN / 16;  // of a block, each the k of one product with the values
+  static constexpr int kPartSteps = Tile::kValueSteps % 2 == 1 ? 1 : 2,
+                       kParts = Tile::kValueSteps / kPartSteps;  // of O, by instruction
+  static constexpr int kTurnThreads = 256;
+
+  __device__ __forceinline__ void take_turn() const { barrier_sync(kBarrierTurn + consumer_, kTurnThreads); }
+  __device__ __forceinline__ void pass_turn() const {
+    barrier_arrive(kBarrierTurn + (consumer_ + 1 == Tile::kConsumers ? 0 : consumer_ + 1), kTurnThreads);
+  }
+  __device__ __forceinline__ int end_of_row(int row) const { return work_->end_of_row(p_.sequence, consumer_ * 64 + row); }
+
+  __device__ __forceinline__ void wait(const uint64_t* full, const RingPlace<Tile::kStages>& place) const {
+    mbarrier_wait(shared_address(&full[place.slot]), place.parity);
+  }
+  __device__ __forceinline__ void release(uint64_t* empty, RingPlace<Tile::kStages>& place) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&empty[place.slot]));
+    place.advance();
+  }
+  __device__ __forceinline__ void release_query() const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty));
+  }
+  __device__ __forceinline__ void pin_out() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) pin_registers(out_[part]);
+  }
+
+  __device__ __forceinline__ void begin_tile() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < 32 * kPartSteps; ++i) out_[part][i] = 0.0f;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows_[half] = no_reference();
+      sum_[half] = 0.0f;
+      if constexpr (kGeneral) {
+        if (threadIdx.x % 4 == 0) {
+          shared_.mask_row[row_ + 8 * half] = work_->offset_of_row(p_.batch, p_.mask, work_->mask, row_ + 8 * half);
+        }
+      }
+    }
+    if constexpr (kGeneral) __syncwarp();  // the warp's rows of the mask are written
+  }
+
+  // The block that the next stage of keys holds, or -1 after the tile's last one.
+  __device__ __forceinline__ int next_block() {
+    wait(shared_.key_full, key_place_);
+    const int block = shared_.block[key_place_.slot];
+    if (block < 0) {
+      __syncwarp();  // all lanes have read it
+      release(shared_.key_empty, key_place_);
+    }
+    return block;
+  }
+
+  // scores_ = Q K^T of the keys next in the ring, begun.
+  __device__ __forceinline__ void multiply_keys() {
+    const uint32_t s_query = shared_address(shared_.query[0]) + consumer_ * 64 * 128;
+    const uint64_t query = matrix_descriptor(s_query, 1024, 0);
+    const uint64_t key = matrix_descriptor(shared_address(shared_.key[key_place_.slot][0]), 1024, 0);
+#pragma unroll
+    for (int k = 0; k < 4 * Tile::kQuerySteps; ++k) {
+      wgmma<T, false>(scores_, query + (k / 4 * (Tile::kM * 128) + k % 4 * 32) / 16,
+                      key + (k / 4 * (Tile::kN * 128) + k % 4 * 32) / 16, k == 0);
+    }
+    wgmma_commit();
+  }
+
+  // out_ += P V of the values next in the ring, begun; waits for them.
+  __device__ __forceinline__ void add_values() {
+    wait(shared_.value_full, value_place_);
+    if constexpr (kGeneral) {
+      // Values from the batch row's last key on are not to be read, whatever memory holds there: a weight of 0 would not hide NaN.
+      const int seen = work_->keys - weighted_ * Tile::kN;
+      if (p_.sequence.key_lengths != nullptr && seen < Tile::kN) {
+        clear_rows(shared_address(shared_.value[value_place_.slot][0]), Tile::kValueSteps, Tile::kN, seen,
+                   kBarrierRowsOwn + consumer_);
+      }
+    }
+    wgmma_fence();
+    const uint32_t s_value = shared_address(shared_.value[value_place_.slot][0]);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const uint64_t value = matrix_descriptor(s_value + part * kPartSteps * Tile::kN * 128, 1024, Tile::kN * 128);
+        wgmma_from_registers<T>(out_[part], weights_[slice], value + slice * 2048 / 16);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // Scores and weights of the tile's first block; there are no weights before it.
+  __device__ __forceinline__ void begin_scores(int block) {
+    if constexpr (!kGeneral) wait(shared_.key_full, key_place_);
+    wgmma_fence();
+    multiply_keys();
+    wgmma_wait<0>();
+    pin_registers(scores_);
+    release(shared_.key_empty, key_place_);
+    softmax<true>(block);
+    pack_weights(block);
+  }
+
+  // The scores of a block, while the values of the block before it are multiplied.
+  template <bool kMasked>
+  __device__ __forceinline__ void step(int block) {
+    if constexpr (!kGeneral) wait(shared_.key_full, key_place_);
+    if constexpr (Tile::kTurns) take_turn();
+    wgmma_fence();
+    multiply_keys();
+    if constexpr (!Tile::kTurns) rescale();  // while the scores are computed
+    add_values();
+    if constexpr (Tile::kTurns) pass_turn();
+    wgmma_wait<1>();
+    pin_registers(scores_);
+    release(shared_.key_empty, key_place_);
+    softmax<kMasked>(block);
+    wgmma_wait<0>();
+    pin_out();
+    release(shared_.value_empty, value_place_);
+    if constexpr (Tile::kTurns) rescale();
+    pack_weights(block);
+  }
+
+  // scores_ -> weights, with the rows' reference and the factor that takes out_ to it. Without a mask, scores and references stay
+  // unscaled: the scale goes into the exponent's unit.
+  template <bool kMasked>
+  __device__ __forceinline__ void softmax(int block) {
+    const int first_key = block * Tile::kN + col_;
+    const float scale = static_cast<float>(p_.scale), unit = kGeneral ? kLog2E : scale * kLog2E;
+    if constexpr (kGeneral) {
+      scale_and_mask<T>(scores_, scale, p_.mask, p_.mask_type, shared_.mask_row + row_, first_key, work_->keys);
+    }
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        hide_keys(scores_, half, first_key, work_->end_of_row(p_.sequence, row_ + 8 * half));
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows_[half] = make_weights(scores_, half, unit, {rows_[half].reference, 1.0f}, sum_[half]);
+    }
+  }
+
+  __device__ __forceinline__ void rescale() {
+    // Not left out where all factors are 1: a branch around the accumulators makes ptxas wait for every product on its own.
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < 32 * kPartSteps; ++i) out_[part][i] *= rows_[i / 2 % 2].factor;
+    }
+  }
+
+  // A result of wgmma and an operand of it in registers lie alike.
+  __device__ __forceinline__ void pack_weights(int block) {
+    weighted_ = block;
+    if constexpr (kGeneral) {
+      if (p_.dropout.seed != nullptr) drop_weights(block);
+    }
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
+  }
+
+  // Two lanes hold a quad of keys: one draws for the even quads of both, one for the odd ones.
+  __device__ __forceinline__ void drop_weights(int block) {
+    const int64_t seed = *p_.dropout.seed;
+    const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_ + 8 * half, query = work_->query_of(row);
+      const uint32_t head = work_->head_of(row);
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 8) {
+        const int quad = block * (Tile::kN / 4) + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
+        uint32_t keep = kept_of_quad(p_.dropout, seed, head, query, quad);
+        const uint32_t theirs =
+            __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);  // what the other lane drew for this one
+        const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
+        if ((first & 1) == 0) scores_[i] = 0.0f;
+        if ((first & 2) == 0) scores_[i + 1] = 0.0f;
+        if ((second & 1) == 0) scores_[i + 4] = 0.0f;
+        if ((second & 2) == 0) scores_[i + 5] = 0.0f;
+      }
+    }
+  }
+
+  // The rows' sums, log-sum-exp and output, once out_ is complete.
+  __device__ __forceinline__ void finish() {
+    const float scale = kGeneral ? 1.0f : static_cast<float>(p_.scale);
+    float row_factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_ + 8 * half;
+      const float sum = warp_sum<4>(sum_[half]);
+      if (threadIdx.x % 4 == 0 && row < work_->rows) {
+        // Rounded, as the compiler would otherwise fuse the product into the sum for one of the two rows and not for the other.
+        static_cast<float*>(p_.lse.data)[work_->offset_of_row(p_.batch, p_.lse, work_->lse, row)] =
+            log_sum_exp(__fmul_rn(rows_[half].reference, scale), sum);
+      }
+      const float keep_scale = p_.dropout.seed != nullptr ? static_cast<float>(p_.dropout.keep_scale) : 1.0f;
+      row_factor[half] = sum == 0.0f ? 0.0f : keep_scale / sum;
+    }
+    const int lane = threadIdx.x % 32, warp_row = row_ - lane / 4;
+    const int64_t found =
+        work_->offset_of_row(p_.batch, p_.out, work_->out, warp_row + lane % 16);  // every lane finds a row's place
+    const uint32_t s_strip =
+        Tile::kOwnStrips ? shared_address(shared_.strip[threadIdx.x / 32]) : shared_address(shared_.query[0]) + warp_row * 128;
+#pragma unroll
+    for (int step = 0; step < Tile::kValueSteps; ++step) {
+      float values[Tile::kStep / 2];
+#pragma unroll
+      for (int i = 0; i < Tile::kStep / 2; ++i) {
+        const float factor = row_factor[i / 2 % 2];
+        values[i] = factor == 0.0f ? 0.0f : out_[step / kPartSteps][step % kPartSteps * (Tile::kStep / 2) + i] * factor;
+      }
+      for_each_chunk<T, 1>(values, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
+        T* g_row = static_cast<T*>(p_.out.data) + __shfl_sync(0xffffffffu, found, chunk_row);
+        const int col = step * Tile::kStep + chunk_col, cols = static_cast<int>(p_.Ev);
+        if (warp_row + chunk_row < work_->rows && col < cols) store_chunk(g_row, col, cols, p_.out, chunk);
+      });
+    }
+  }
+
+  const ForwardParams& p_;
+  typename Tile::Shared& shared_;
+  const RowsWork<Tile>* work_;  // of this tile
+  const int consumer_;
+  RingPlace<Tile::kStages> key_place_, value_place_;
+  int row_, col_;  // of this thread's first element in the tile's scores; the other row is 8 below
+  int weighted_;   // the block of weights_
+  float out_[kParts][32 * kPartSteps], scores_[kScores];
+  uint32_t weights_[kSlices][4];
+  RowReference rows_[2];
+  float sum_[2];  // of this thread's own weights, relative to the reference
+};
+
+}  // namespace attention_ext

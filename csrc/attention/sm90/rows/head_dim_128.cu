@@ -1,0 +1,10 @@
+#include "attention/sm90/rows/launch.cuh"
+#include "attention/sm90/rows/rows.h"
+
+namespace attention_ext {
+
+cudaError_t rows_forward_128(const ForwardParams& params, cudaStream_t stream) {
+  return launch_rows_class<128>(params, stream);
+}
+
+}  // namespace attention_ext

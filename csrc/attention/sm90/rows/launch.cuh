@@ -1,0 +1,76 @@
+// The launch that the head-dim classes of the row kernels share, of a problem that their row of the table (plan/forward.cpp) does
+// not refuse.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/sm90/rows/kernel.cuh"
+#include "core/device_info.h"
+#include "core/dispatch.h"
+#include "core/tensor_map.h"
+
+namespace attention_ext {
+
+template <class Tile, bool kGeneral>
+cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64_t sms, cudaStream_t stream) {
+  RowsMaps maps;
+  const int group = params.key.group;
+  cudaError_t status =
+      group == 1
+          ? make_tensor_map(maps.query, params.type, params.batch, params.query, params.L, params.E, Tile::kM)
+          : make_group_map(maps.query, params.type, params.batch, params.query, group, params.L, params.E, Tile::kM / group);
+  if (status != cudaSuccess) return status;
+  status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
+  if (status != cudaSuccess) return status;
+  status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kN);
+  if (status != cudaSuccess) return status;
+  auto* kernel = rows_forward_kernel<Tile, kGeneral>;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (status != cudaSuccess) return status;
+
+  const int64_t heads = params.N / group;
+  // Causal tiles come longest first, of as many heads together as L2 keeps the keys and values of; but a section lasts for some
+  // rounds over the SMs, as their loads only even out within one.
+  constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
+  const int64_t head_bytes = params.S * (params.E + params.Ev) * static_cast<int64_t>(sizeof(typename Tile::T));
+  const int64_t section = std::max(kSectionBytes / head_bytes, ceil_div(kSectionRounds * sms * heads, grid.tiles));
+  const RowsOrder order = {static_cast<uint32_t>(grid.tiles),
+                           params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1};
+
+  // In one wave: start while the kernel before still runs; the kernel waits for it (wait_for_prerequisites). In more, later CTAs
+  // start late anyhow.
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min(grid.tiles, sms)));
+  config.blockDim = dim3(Tile::kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = grid.rounds == 1 ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, params, maps, order);
+  return cudaGetLastError();
+}
+
+template <int kClass, int kRows>
+cudaError_t launch_rows_typed(const ForwardParams& params, const RowsGrid& grid, int64_t sms, cudaStream_t stream) {
+  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr ||
+                       params.sequence.key_lengths != nullptr || !scales_exponents(static_cast<float>(params.scale));
+  return dispatch_half_type(params.type, [&](auto element) {
+    using Tile = RowsTile<decltype(element), kClass, kRows>;
+    return general ? launch_rows<Tile, true>(params, grid, sms, stream) : launch_rows<Tile, false>(params, grid, sms, stream);
+  });
+}
+
+template <int kClass>
+cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) {
+  const int64_t sms = current_device_info().sms;
+  const RowsGrid grid = rows_grid(kClass, params.N, params.key.group, params.L, sms);
+  if constexpr (kClass == 64) {
+    if (grid.rows == 192) return launch_rows_typed<kClass, 192>(params, grid, sms, stream);
+  }
+  return launch_rows_typed<kClass, 128>(params, grid, sms, stream);
+}
+
+}  // namespace attention_ext

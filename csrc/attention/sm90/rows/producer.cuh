@@ -1,0 +1,114 @@
+// The loading side of the row kernels: a thread for keys and values, in the order in which the consumers multiply, and one for the
+// query tiles. They run ahead of the consumers, into the next tile of work.
+#pragma once
+
+#include "attention/params.h"
+#include "attention/sm90/rows/tile.cuh"
+#include "device/sm80/cp_async.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tma.cuh"
+
+namespace attention_ext {
+
+struct RowsMaps {
+  CUtensorMap query;       // (batch dims..., queries, heads of a group, head dim); without groups as key
+  CUtensorMap key, value;  // (batch dims..., keys, head dim), five dims
+};
+
+// Loads keys and values. One thread.
+template <class Tile, bool kGeneral>
+class RowsProducer {
+ public:
+  __device__ __forceinline__ RowsProducer(const ForwardParams& p, const RowsMaps& maps, typename Tile::Shared& shared)
+      : p_(p), maps_(maps), shared_(shared), work_(shared.producer_work) {}
+
+  __device__ __forceinline__ void run(const RowsOrder& order) {
+    RowsPlaces places(order.tiles);
+#pragma unroll 1
+    while (places.next()) {
+      work_.init(p_, order, places.place());
+      set_batch(shared_.key_box, p_.batch, p_.key, work_.n_group * work_.group);
+      set_batch(shared_.value_box, p_.batch, p_.value, work_.n_group * work_.group);
+      int before = -1;
+#pragma unroll 1
+      for (int block = work_.blocks() - 1; block >= 0; --block) {
+        load(shared_.key_full, shared_.key_empty, shared_.key, key_place_, &maps_.key, shared_.key_box, block, block);
+        if (before >= 0) load_values(before);
+        before = block;
+      }
+      if (before >= 0) load_values(before);
+      if constexpr (kGeneral) {  // the end of the tile takes a stage of keys
+        mbarrier_wait(shared_address(&shared_.key_empty[key_place_.slot]), key_place_.parity ^ 1);
+        shared_.block[key_place_.slot] = -1;
+        mbarrier_arrive(shared_address(&shared_.key_full[key_place_.slot]));
+        key_place_.advance();
+      }
+    }
+  }
+
+ private:
+  using Place = RingPlace<Tile::kStages>;
+
+  template <int kSteps>
+  __device__ __forceinline__ void load(uint64_t* full, uint64_t* empty,
+                                       typename Tile::T (&stages)[Tile::kStages][kSteps][Tile::kN * Tile::kStep], Place& place,
+                                       const CUtensorMap* map, const TensorPosition& at, int block, int mark) {
+    TensorPosition box = at;
+    box.at[1] = block * Tile::kN;
+    mbarrier_wait(shared_address(&empty[place.slot]), place.parity ^ 1);
+    if constexpr (kGeneral) {
+      if (mark >= 0) shared_.block[place.slot] = mark;
+    }
+    const uint32_t s_full = shared_address(&full[place.slot]);
+    mbarrier_arrive_expect_bytes(s_full, sizeof(stages[0]));
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      box.at[0] = step * Tile::kStep;
+      tma_load(shared_address(stages[place.slot][step]), map, box, s_full);
+    }
+    place.advance();
+  }
+  __device__ __forceinline__ void load_values(int block) {
+    load(shared_.value_full, shared_.value_empty, shared_.value, value_place_, &maps_.value, shared_.value_box, block, -1);
+  }
+
+  const ForwardParams& p_;
+  const RowsMaps& maps_;
+  typename Tile::Shared& shared_;
+  RowsWork<Tile>& work_;
+  Place key_place_, value_place_;
+};
+
+// Says what the consumers work on, and loads the query tiles; columns from E on and queries from L on become zeros. One thread.
+template <class Tile>
+__device__ __forceinline__ void load_query_rows(const ForwardParams& p, const RowsMaps& maps, typename Tile::Shared& shared,
+                                                const RowsOrder& order) {
+  const uint32_t full = shared_address(&shared.query_full);
+  RowsPlaces places(order.tiles);
+#pragma unroll 1
+  while (places.next()) {
+    // In time: the query before the last one is released, so all have left the tile before that.
+    RowsWork<Tile>& work = shared.work[places.round() % Tile::kWorks];
+    work.init(p, order, places.place());
+    work.find_heads(p);
+    TensorPosition box;
+    if (work.group == 1) {
+      box.at[1] = work.first_row;
+      set_batch(box, p.batch, p.query, work.n_group);
+    } else {  // (leading dim, key head, query, head of the group, column)
+      const int key_heads = static_cast<int>(p.batch.size[p.batch.count - 1]) / work.group;
+      box = {{0, 0, work.query_of(0), static_cast<int>(work.n_group) % key_heads, static_cast<int>(work.n_group) / key_heads}};
+      if (p.batch.count == 1 || p.query.batch_stride[0] == 0) box.at[4] = 0;
+    }
+    mbarrier_wait(shared_address(&shared.query_empty), (places.round() & 1) ^ 1);
+    mbarrier_arrive_expect_bytes(
+        full, Tile::kQuerySteps * rows_of_tile(Tile::kM, work.group) * Tile::kStep * sizeof(typename Tile::T));
+#pragma unroll 1
+    for (int step = 0; step < Tile::kQuerySteps; ++step) {
+      box.at[0] = step * Tile::kStep;
+      tma_load(shared_address(shared.query[step]), &maps.query, box, full);
+    }
+  }
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,127 @@
+// The layout of shared memory that follows from the row kernels' tile policy (plan/sm90_rows.h), and what a tile of work is.
+#pragma once
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "attention/visibility/key_range.cuh"
+#include "device/common/batch.cuh"
+#include "device/sm90/tma.cuh"
+#include "plan/sm90_rows.h"
+
+namespace attention_ext {
+
+// In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
+struct RowsOrder {
+  uint32_t tiles;
+  int heads_of_section;  // of key; 1: the tiles of a head are adjacent
+};
+
+// One tile of work. It stays in shared memory, as registers are scarce.
+template <class Tile>
+struct RowsWork {
+  uint32_t n_group;        // number of the group; its first query head is flat batch index n_group * group
+  int group;               // G: query heads per key head
+  int first_row;           // in the group's L * G rows
+  int rows;                // that exist from there on
+  int keys;                // that any row sees
+  int64_t mask, out, lse;  // offsets of the group's first head
+
+  __device__ __forceinline__ void init(const ForwardParams& p, const RowsOrder& order, uint32_t place) {
+    group = p.key.group;
+    const int tile_rows = rows_of_tile(Tile::kM, group);
+    const uint32_t m_tiles = (static_cast<uint32_t>(p.L) * group + tile_rows - 1) / tile_rows;
+    const uint32_t of_section = m_tiles * order.heads_of_section, section = place / of_section;
+    const uint32_t heads = min(order.tiles / m_tiles - section * order.heads_of_section, order.heads_of_section);
+    place -= section * of_section;
+    n_group = section * order.heads_of_section + place % heads;
+    first_row = (m_tiles - 1 - place / heads) * tile_rows;
+    rows = min(static_cast<int>(p.L) * group - first_row, tile_rows);
+    keys = key_range(p.sequence, n_group * group, p.S).end_of_row(query_of(rows - 1));
+  }
+  __device__ __forceinline__ void find_heads(const ForwardParams& p) {
+    out = batch_offset(p.batch, p.out, n_group * group, 0);
+    lse = batch_offset(p.batch, p.lse, n_group * group, 0);
+    mask = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, n_group * group, 0);
+  }
+  __device__ __forceinline__ int query_of(int row) const { return group == 1 ? first_row + row : (first_row + row) / group; }
+  __device__ __forceinline__ int head_in_group(int row) const { return group == 1 ? 0 : (first_row + row) % group; }
+  __device__ __forceinline__ uint32_t head_of(int row) const { return n_group * group + head_in_group(row); }
+  __device__ __forceinline__ int blocks() const { return (keys + Tile::kN - 1) / Tile::kN; }
+  // Keys that a row sees, and rows after the last one as that one.
+  __device__ __forceinline__ int end_of_row(const Sequence& sequence, int row) const {
+    return KeyRange{sequence.causal, keys}.end_of_row(query_of(min(row, rows - 1)));
+  }
+  // Offset of a row of the tile in a view (N, L, ..) that begins at `first` for the group's first head; of the last row for rows
+  // that do not exist.
+  __device__ __forceinline__ int64_t offset_of_row(const BatchDims& batch, const MatrixView& view, int64_t first,
+                                                   int row) const {
+    row = min(row, rows - 1);
+    return first + head_in_group(row) * view.batch_stride[batch.count - 1] + query_of(row) * view.row_stride;
+  }
+};
+
+// The places in the order that a CTA takes: every gridDim.x-th, and every other time around from the other end, so that CTAs which
+// got longer tiles of one round get shorter ones of the next.
+class RowsPlaces {
+ public:
+  __device__ __forceinline__ explicit RowsPlaces(uint32_t tiles) : tiles_(tiles) {}
+  __device__ __forceinline__ bool next() {
+    ++round_;
+    return place() < tiles_;
+  }
+  __device__ __forceinline__ uint32_t place() const {
+    return round_ * gridDim.x + (round_ % 2 != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  }
+  __device__ __forceinline__ uint32_t round() const { return round_; }  // the CTA's tiles before this one
+
+ private:
+  uint32_t tiles_, round_ = ~0u;
+};
+
+// Named barriers; 0 is __syncthreads.
+enum RowsBarrier {
+  kBarrierTurn = 1,     // and as many as there are consumers: a consumer's turn to issue products
+  kBarrierRowsOwn = 4,  // the same: a consumer alone
+};
+
+template <class T_, int kClass, int kRows>
+struct RowsTile {
+  using T = T_;
+  static constexpr RowsTileShape kShape = rows_tile_shape(kClass);
+  static constexpr int kConsumers = kRows / 64;  // warpgroups that multiply; one more loads
+  static constexpr int kM = kRows;
+  static constexpr int kN = kShape.keys;
+  static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
+  static constexpr int kQuerySteps = kShape.query_steps;
+  static constexpr int kValueSteps = kShape.value_steps;
+  static constexpr int kStages = kShape.stages;
+  static constexpr bool kTurns = kShape.turns;
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160, kProducerRegisters = kConsumers == 2 ? 24 : 32;
+  static_assert(128 * (kConsumers * kConsumerRegisters + kProducerRegisters) <= 65536, "an SM has 65,536 registers");
+  static constexpr bool kOwnStrips = kShape.own_strips;
+
+  static constexpr int kWorks = 3;
+
+  // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
+  struct Shared {
+    alignas(1024) T query[kQuerySteps][kM * kStep];
+    alignas(1024) T key[kStages][kQuerySteps][kN * kStep];
+    alignas(1024) T value[kStages][kValueSteps][kN * kStep];
+    alignas(1024)
+        T strip[kOwnStrips ? kConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 1];  // of each warp, for results on their way out
+    // Of the producer of keys and values; of the consumers, which the query's producer writes: while it writes the one after next
+    // they may still be in the one before.
+    RowsWork<RowsTile> producer_work, work[kWorks];
+    TensorPosition key_box, value_box;
+    int64_t mask_row[kM];  // offset of the mask's row, where there is a mask
+    int block[kStages];    // that a stage holds the keys of, -1 after the last one; in the general instance
+    uint64_t query_full;   // TMA arrives with the query's bytes; the consumers wait
+    uint64_t query_empty;  // the consumers' warps arrive; the query's producer waits
+    uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+};
+
+}  // namespace attention_ext
