@@ -160,7 +160,7 @@ cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, 
   return launch_row_delta(delta, stream);
 }
 
-// dQ and mask_grad of a slice of rows.
+// dQ of a slice of rows.
 cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& plan, const Arrays& arrays, const Slice& slice,
                             cudaStream_t stream) {
   ScoresValuesParams query = stage_of<ScoresValuesParams>(params, slice);
@@ -173,14 +173,22 @@ cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& pl
   }
   query.out = params.grad_query;
   query.wide_out = params.wide_grads;
-  const cudaError_t status = launch_scores_values(query, stream);
-  if (status != cudaSuccess || params.mask_grad.data == nullptr) return status;
+  return launch_scores_values(query, stream);
+}
 
+// The last thing of a slice: its probabilities, which nobody reads any more, become scratch.
+cudaError_t make_mask_grad(const BackwardParams& params, const BackwardPlan& plan, const Arrays& arrays, const Slice& slice,
+                           cudaStream_t stream) {
+  if (params.mask_grad.data == nullptr) return cudaSuccess;
   MaskGradParams mask = stage_of<MaskGradParams>(params, slice);
   mask.rows_kept = params.mask_grad.row_stride != 0;
   mask.cols_kept = params.mask_grad.col_stride != 0;
   mask.score_grad = arrays.score_grad;
   mask.mask_grad = params.mask_grad;
+  mask.mask_type = params.mask_type == MaskType::kFloat ? DataType::kFloat : params.type;
+  mask.sums = params.mask_sums;
+  mask.scratch = arrays.probabilities.data;
+  mask.scratch_bytes = plan.by_rows.array_bytes(element_bytes(params.type));
   return launch_mask_grad(mask, stream);
 }
 
@@ -224,6 +232,7 @@ cudaError_t pass_by_rows(const BackwardParams& params, const BackwardPlan& plan,
       cudaError_t status = make_score_grad(params, arrays, slice, true, stream);
       if (status == cudaSuccess) status = make_query_grad(params, plan, arrays, slice, stream);
       if (status == cudaSuccess && plan.joint) status = make_key_value_grad(params, plan, arrays, slice, stream);
+      if (status == cudaSuccess) status = make_mask_grad(params, plan, arrays, slice, stream);
       if (status != cudaSuccess) return status;
     }
   }
@@ -250,6 +259,13 @@ cudaError_t pass_by_keys(const BackwardParams& params, const BackwardPlan& plan,
 }  // namespace
 
 int64_t pipeline_backward_workspace(const BackwardParams& params) { return plan_backward(params).bytes; }
+
+bool pipeline_backward_sums_mask(const BackwardParams& params) {
+  const BackwardPlan plan = plan_backward(params);
+  bool shared = false;
+  for (int dim = 0; dim < params.batch.count; ++dim) shared = shared || params.mask_grad.batch_stride[dim] == 0;
+  return (shared && plan.by_rows.batches < params.N) || (params.mask_grad.row_stride == 0 && plan.by_rows.rows < params.L);
+}
 
 cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream) {
   const BackwardPlan plan = plan_backward(params);
