@@ -34,7 +34,8 @@ struct BackwardParams : ForwardParams {
   MatrixView grad_query;           // (N, L, E), as the next two in `type`, or in the accumulator type with wide_grads
   MatrixView grad_key;             // (N / group, S, E), dense
   MatrixView grad_value;           // (N / group, S, Ev), dense
-  MatrixView mask_grad;  // mask's own shape, strides 0 along dims of size 1, accumulator type, zeroed; data null: not wanted
+  MatrixView mask_grad;            // mask's own shape and dtype, strides 0 along dims of size 1; data null: not wanted
+  void* mask_sums;                 // laid out as mask_grad, accumulator type; null: not wanted
   bool wide_grads;
 };
 

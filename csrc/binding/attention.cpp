@@ -183,18 +183,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   views.add(params.grad_value, grad_value);
   params.mask_type = check_mask(attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
 
-  // The mask's gradient is summed in the accumulator type, in the result itself if that is its dtype.
   const cudaStream_t stream = current_stream(device);
-  Tensor grad_mask, mask_sums;
+  Tensor grad_mask;
   if (mask_grad) {
     if (params.mask_type == MaskType::kNone || params.mask_type == MaskType::kBool) {
       fail("mask_grad", "False where attn_mask is None or of dtype bool", "True");
     }
-    const Sizes sizes = sizes_of(*attn_mask), strides = layout_like(sizes, *attn_mask);
-    grad_mask = allocate(sizes, strides, attn_mask->scalar_type(), device);
-    mask_sums = attn_mask->scalar_type() == accumulator ? grad_mask : allocate(sizes, strides, accumulator, device);
-    views.add(params.mask_grad, mask_sums);
-    clear(op, mask_sums, stream, device);
+    const Sizes sizes = sizes_of(*attn_mask);
+    grad_mask = allocate(sizes, layout_like(sizes, *attn_mask), attn_mask->scalar_type(), device);
+    views.add(params.mask_grad, grad_mask);
   } else {
     grad_mask = allocate({0}, {1}, type, device);
   }
@@ -203,17 +200,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   const size_t row = choose_row(kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes);
   if (params.N > 0 && params.L > 0) {
     params.workspace_bytes = workspace_bytes;
-    Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device);
+    Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device), mask_sums = grad_mask;
     params.workspace = data_of(workspace);
+    if (mask_grad && pipeline_backward_sums_mask(params)) {  // in the result itself if that is its dtype
+      const Sizes sizes = sizes_of(grad_mask);
+      if (grad_mask.scalar_type() != accumulator) mask_sums = allocate(sizes, strides_of(grad_mask), accumulator, device);
+      params.mask_sums = data_of(mask_sums);
+    }
     check_status(op, kBackwardLaunchers[row](params, stream), device);
   } else {  // no query reads the keys
-    clear(op, grad_key, stream, device);
-    clear(op, grad_value, stream, device);
-  }
-  if (mask_grad && grad_mask.scalar_type() != accumulator) {
-    const DataType mask_type = data_type("attn_mask", grad_mask);
-    check_status(op, launch_convert(data_of(mask_sums), data_of(grad_mask), grad_mask.numel(), params.type, mask_type, stream),
-                 device);
+    for (const Tensor& grad : {grad_key, grad_value, grad_mask}) clear(op, grad, stream, device);
   }
   return {grad_query, grad_key, grad_value, grad_mask};
 }

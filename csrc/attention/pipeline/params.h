@@ -104,25 +104,32 @@ struct RowDeltaParams : StageParams {
   void* delta;               // (N, L) contiguous
 };
 
-// out = factor * sum over the group's query heads of left^T . right: dV from P and grad_out, dK from dS and query. The slice holds
-// whole groups, and all rows unless there is a carry.
+// out = factor * sum over the group's query heads of left^T . right: dV from P and grad_out, dK from dS and query. The sum of a key
+// head goes on from slice to slice where its query heads or rows lie in several. A slice with some of the rows holds one matrix.
 struct KeyValueGradParams : StageParams {
-  int64_t group;  // query heads per key head
-  int64_t width;  // columns of right and out: E or Ev
+  int64_t group;      // query heads per key head
+  int64_t width;      // columns of right and out: E or Ev
+  int64_t row_parts;  // 0: a CTA sums over the slice's query heads of a key head. Else the sum is made in parts: so many a head
   double factor;
   MatrixView left;   // slice (batch_count, row_count, col_count), `type`
   MatrixView right;  // (N, L, width)
   MatrixView out;    // (N / group, S, width), `type`, or the accumulator type with wide_out
-  void* carry;       // slices of rows in turn: (batch_count / group, col_count, width rounded up to 4), accumulator type
+  void* parts;       // (batch_count, row_parts, col_count, width rounded up to 4), accumulator type
+  void* sums;        // from slice to slice: (col_count, width rounded up to 4), accumulator type; null: no sum spans slices
   bool wide_out;
 };
 
-// mask_grad[...] += score_grad summed over the batch dims, rows and columns along which the mask has size 1.
+// mask_grad[...] = score_grad summed over the batch dims, rows and columns along which the mask has size 1. Slices hold whole rows and
+// follow one another; the last one that has a term of an element rounds it.
 struct MaskGradParams : StageParams {
   bool rows_kept;         // the mask has L rows (else 1)
   bool cols_kept;         // the mask has S columns (else 1)
+  DataType mask_type;     // of mask_grad
   MatrixView score_grad;  // slice (batch_count, row_count, col_count), `type`
-  MatrixView mask_grad;   // mask's own shape, accumulator type; batch_stride 0 along a dim of size 1
+  MatrixView mask_grad;   // mask's own shape; batch_stride 0 along a dim of size 1
+  void* sums;             // laid out as mask_grad, accumulator type: from slice to slice; null: no sum spans slices
+  void* scratch;          // where CTAs that share sums leave their parts; the fewer bytes, the fewer CTAs
+  int64_t scratch_bytes;
 };
 
 // One kernel each.
@@ -138,14 +145,11 @@ cudaError_t launch_score_grad(const ScoreGradParams& params, cudaStream_t stream
 cudaError_t launch_key_value_grad(const KeyValueGradParams& params, cudaStream_t stream);
 cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream);
 
-// out[i] = accumulated[i], (count,) each: from the accumulator type of `type` to `out_type` (half types or float).
-cudaError_t launch_convert(const void* accumulated, void* out, int64_t count, DataType type, DataType out_type,
-                           cudaStream_t stream);
-
 // Host drivers: slices so that the workspace stays under the cap, except where a single row (forward), or two numbers of each row
-// and a row tile by 8 keys of a group (backward), need more. The backward takes at least one query row.
+// and a row tile by 8 keys (backward), need more. The backward takes at least one query row.
 cudaError_t pipeline_forward(const ForwardParams& params, cudaStream_t stream);
 int64_t pipeline_backward_workspace(const BackwardParams& params);
+bool pipeline_backward_sums_mask(const BackwardParams& params);  // whether it wants mask_sums: a sum spans slices
 cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream);
 
 // The forward's driver for other products than those that run on every card.
