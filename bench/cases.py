@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CASES", "MASKS", "SETS", "SMALL", "Case", "choose"]
+__all__ = ["BOOL_MASKS", "CASES", "MASKS", "SETS", "SMALL", "Case", "choose"]
 
 MASKS = {
     "pad": "bool (B, 1, 1, S): a tail of each sequence's keys is hidden",
@@ -16,6 +16,7 @@ MASKS = {
     "keybias": "query's dtype (1, 1, 1, S)",
     "headbias": "query's dtype (1, Hq, L, S)",
 }
+BOOL_MASKS = [name for name, what in MASKS.items() if what.startswith("bool")]
 
 
 @dataclass(frozen=True)
