@@ -28,6 +28,7 @@ __all__ = [
     "in_turns",
     "log",
     "naive",
+    "own_kernels",
     "three_calls",
     "time_ms",
     "within_rule",
@@ -137,6 +138,12 @@ def naive(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Ten
     how = ["the heads of a group as rows of one product"] if groups > 1 else []
     how += ["scores hidden in place by a mask made beforehand"] if case.causal else []
     return call, "three calls, " + ", ".join(how)
+
+
+def own_kernels(case: Case, *operands: Tensor, mask: Tensor | None = None, **options: Any) -> Callable[[], Tensor]:
+    """The call by sdpa_forward: by this package's own kernels, as its gradient is, also where sdpa runs PyTorch's back ends."""
+    forward = torch.ops.attention_ext.sdpa_forward
+    return lambda: forward(*operands, mask, None, 0.0, case.causal, enable_gqa=case.Hk != case.Hq, **options)[0]
 
 
 def extra_memory(call: Callable[[], Tensor]) -> int:

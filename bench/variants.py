@@ -19,14 +19,11 @@ from typing import Any
 
 import torch
 from cases import Case
-from common import DEVICE, attempt, in_turns, log
+from common import DEVICE, attempt, in_turns, log, own_kernels
 from torch import Tensor
-
-import attention_ext  # noqa: F401  registers the operators
 
 __all__ = ["LIMITS", "OPTIONS", "measure"]
 
-OPS = torch.ops.attention_ext
 HEAD_DIMS = (64, 128, 256, 512, 768, 1024)
 LENGTH, HEADS, BAND = 2048, 16, 1200
 LIMIT = 25.0  # seconds
@@ -52,15 +49,18 @@ def bias() -> Tensor:
     return torch.randn(1, HEADS, LENGTH, LENGTH, device=DEVICE, dtype=torch.bfloat16, generator=generator)
 
 
-def forward(E: int, mask: Tensor | None = None, causal: bool = False) -> Callable[[], Any]:
-    q, k, v = Case("", 4, HEADS, HEADS, LENGTH, LENGTH, E, torch.bfloat16).inputs(str(DEVICE))
-    return torch.no_grad()(partial(OPS.sdpa_forward, q, k, v, mask, None, 0.0, causal))
+def call_of(E: int, key_heads: int = HEADS, causal: bool = False) -> Case:
+    return Case("", 4, HEADS, key_heads, LENGTH, LENGTH, E, torch.bfloat16, causal)
 
 
-def backward(E: int, mask: Tensor | None = None, key_heads: int = HEADS, causal: bool = False) -> Callable[[], Any]:
+def forward(case: Case, mask: Tensor | None = None) -> Callable[[], Any]:
+    return torch.no_grad()(own_kernels(case, *case.inputs(str(DEVICE)), mask=mask))
+
+
+def backward(case: Case, mask: Tensor | None = None) -> Callable[[], Any]:
     """Of query, key, value, and of a mask that requires grad."""
-    leaves = [t.requires_grad_() for t in Case("", 4, HEADS, key_heads, LENGTH, LENGTH, E, torch.bfloat16).inputs(str(DEVICE))]
-    out = OPS.sdpa_forward(*leaves, mask, None, 0.0, causal, enable_gqa=key_heads != HEADS)[0]
+    leaves = [t.requires_grad_() for t in case.inputs(str(DEVICE))]
+    out = own_kernels(case, *leaves, mask=mask)()
     wanted = leaves if mask is None or not mask.requires_grad else [*leaves, mask]
     return partial(torch.autograd.grad, out, wanted, torch.randn_like(out), retain_graph=True)
 
@@ -68,11 +68,11 @@ def backward(E: int, mask: Tensor | None = None, key_heads: int = HEADS, causal:
 def pair(option: str, E: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
     """The call with the option and the one without."""
     if option == "bias gradient":
-        return backward(E, bias().requires_grad_()), backward(E, bias())
+        return backward(call_of(E), bias().requires_grad_()), backward(call_of(E), bias())
     if option == "grouped backward":
-        return backward(E, key_heads=4, causal=True), backward(E, causal=True)
+        return backward(call_of(E, key_heads=4, causal=True)), backward(call_of(E, causal=True))
     mask = {"bool mask": band, "bias": bias}.get(option, lambda: None)()
-    return forward(E, mask, causal=option == "causal"), forward(E)
+    return forward(call_of(E, causal=option == "causal"), mask), forward(call_of(E))
 
 
 def measure(option: str, E: int) -> dict[str, Any]:
