@@ -26,7 +26,7 @@ __all__ = ["LIMITS", "OPTIONS", "measure"]
 
 HEAD_DIMS = (64, 128, 256, 512, 768, 1024)
 LENGTH, HEADS, BAND = 2048, 16, 1200
-LIMIT = 25.0  # seconds
+LIMIT = 20.0  # seconds
 OPTIONS = ("causal", "bool mask", "bias", "bias gradient", "grouped backward")
 LIMITS: dict[str, Callable[[int], float | None]] = {  # by head dim: of the ratio; of "bias gradient" milliseconds more
     "causal": lambda E: 0.65 if E > 512 else None,

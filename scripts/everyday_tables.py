@@ -1,6 +1,6 @@
 """Tables of what the scripts of bench/ find that scripts/gpu_check runs as parts: everyday calls, options, host time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from cells import short, table
@@ -28,16 +28,17 @@ def everyday_text(record: dict[str, Any]) -> str:
     return f"{text}{', '.join(parts)}.{left_out}"
 
 
-def broken_text(breaks: list[str], lengths: set[int], broken: dict[str, Any]) -> str:
-    """What bench/broken.py found of these breaches; of the gradients at these numbers of keys, and at 192 where those are whole."""
+def broken_text(breaches: Iterable[str], lengths: set[int], broken: dict[str, Any]) -> str:
+    """What bench/broken.py found of these breaches; of gradients at these numbers of keys and at 192."""
     parts = []
-    if "masked_rows" in breaks:
-        rows = broken.get("masked_rows")
-        parts.append(f"masked rows {rows['largest']:.2f}, not 0" if rows else "masked rows, not measured")
-    if "gradients" in breaks:
-        seen = [row for row in broken.get("gradients", ()) if row["S"] in {192, *lengths}]
-        counts = [f"{row['not_finite']} of {row['of']} at S = {row['S']}" for row in seen]
-        parts.append(f"gradients not finite: {', '.join(counts) or 'not measured'}")
+    for breach in sorted(set(breaches), reverse=True):
+        if breach == "masked_rows":
+            rows = broken.get(breach)
+            parts.append(f"masked rows {rows['largest']:.2f}, not 0" if rows else "masked rows, not measured")
+        else:
+            seen = [row for row in broken.get(breach, ()) if row["S"] in {192, *lengths}]
+            counts = [f"{row['not_finite']} of {row['of']} at S = {row['S']}" for row in seen]
+            parts.append(f"gradients not finite: {', '.join(counts) or 'not measured'}")
     return "; ".join(parts)
 
 
@@ -64,14 +65,17 @@ def everyday_table(record: dict[str, Any]) -> list[str]:
             ratios = [by_head_dim.get(E, {}).get(way, {}).get("ratio") for way in WAYS]
             cells.append(" ".join(f"{ratio:.2f}" for ratio in ratios if ratio is not None))
         wrong = {E: row for E, row in by_head_dim.items() if row.get("torch_breaks")}
-        breaks = [name for name in ("masked_rows", "gradients") if any(name in row["torch_breaks"] for row in wrong.values())]
+        breaches = [breach for row in wrong.values() for breach in row["torch_breaks"].values()]
         where = f"at {', '.join(map(str, wrong))}: " if wrong else ""
-        cells.append(where + broken_text(breaks, {row["S"] for row in wrong.values()}, broken))
+        cells.append(where + broken_text(breaches, {row["S"] for row in wrong.values()}, broken))
         lines.append([f"{kind}, {dtype}", *cells])
     slower = [
         [
             *(row["name"], what, kernel(row, way), short(row[way]["ours"]), short(row[way]["torch"]), f"{row[way]['ratio']:.2f}"),
-            *(row["torch_back_ends"][way], broken_text(row["torch_breaks"], {row["S"]}, broken)),
+            *(
+                row["torch_back_ends"][way],
+                broken_text([row["torch_breaks"][way]] if way in row["torch_breaks"] else [], {row["S"]}, broken),
+            ),
         ]
         for row in rows
         for way, what in WAYS.items()

@@ -109,7 +109,7 @@ def chart(record: dict[str, Any]) -> str:
         element("text", card, x=LEFT, y=44),
     ]
     for index, (series, label) in enumerate(SERIES.items()):
-        x = LEFT + 190 * index
+        x = LEFT + 200 * index
         parts += [element("rect", class_=series, x=x, y=56, width=12, height=12), element("text", label, x=x + 18, y=66)]
     for rate in range(0, int(top) + 1, STEP):
         y = f"{floor - rate / top * height:.1f}"

@@ -20,15 +20,15 @@ OWN, ROUTED = {"forward": "sm90_512", "backward": "pipeline", "both": "sm90_512"
 def call(kind: str, E: int, ratios: tuple[float, ...], kernels: dict[str, str], **other: Any) -> dict[str, Any]:
     row: dict[str, Any] = {"name": f"bfloat16 {kind} {E}", "kind": kind, "dtype": "bfloat16", "E": E, "S": 2048}
     row |= {way: {"ours": 1.0, "torch": r, "ratio": r} for way, r in zip(everyday.WAYS, ratios, strict=False)}
-    return row | {"kernels": kernels, "torch_back_ends": dict.fromkeys(everyday.WAYS, "cudnn"), "torch_breaks": []} | other
+    return row | {"kernels": kernels, "torch_back_ends": dict.fromkeys(everyday.WAYS, "cudnn"), "torch_breaks": {}} | other
 
 
 CALLS = [
     call("plain", 64, (1.0, 0.99, 1.01), ROUTED),
     call("plain", 512, (4.0, 2.0, 3.0), OWN),
-    call("band", 64, (0.6, 1.5, 0.9), OWN, torch_breaks=["masked_rows"]),
+    call("band", 64, (0.6, 1.5, 0.9), OWN, torch_breaks=dict.fromkeys(everyday.WAYS, "masked_rows")),
     call("band", 512, (3.5,), OWN),
-    call("cross", 64, (1.0, 0.5, 0.7), ROUTED, S=77, torch_breaks=["gradients"]),
+    call("cross", 64, (1.0, 0.5, 0.7), ROUTED, S=77, torch_breaks=dict.fromkeys(everyday.WAYS[1:], "gradients")),
     call("plain", 1024, (), OWN, torch_failed="out of memory", forward={"ours": 1.0}),
 ]
 PARTS = {
