@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["CASES", "MASKS", "SETS", "SMALL", "Case", "choose"]
+__all__ = ["BACKWARD", "BOOL_MASKS", "CASES", "MASKS", "MOST_BACK_END", "SETS", "SMALL", "Case", "choose"]
 
 MASKS = {
     "pad": "bool (B, 1, 1, S): a tail of each sequence's keys is hidden",
@@ -16,6 +16,8 @@ MASKS = {
     "keybias": "query's dtype (1, 1, 1, S)",
     "headbias": "query's dtype (1, Hq, L, S)",
 }
+MOST_BACK_END = 256  # head dim up to which sdpa may run PyTorch's back ends
+BOOL_MASKS = [name for name, what in MASKS.items() if what.startswith("bool")]
 
 
 @dataclass(frozen=True)
@@ -97,13 +99,18 @@ CASES = [
     Case("vae512", 1, 1, 1, 4096, 4096, 512, FP16),
     Case("vae1024_f32", 1, 1, 1, 16384, 16384, 512, FP32),
     Case("kb97_f32", 8, 32, 32, 512, 512, 1024, FP32),
+    Case("d256", 1, 16, 16, 8192, 8192, 256, BF16),
     Case("d256c", 1, 16, 16, 8192, 8192, 256, BF16, causal=True),
+    Case("d192", 1, 16, 16, 8192, 8192, 192, BF16),
+    Case("d192v128", 1, 16, 16, 8192, 8192, 192, BF16, Ev=128),
     Case("d128c", 2, 32, 8, 8192, 8192, 128, BF16, causal=True),
     Case("d128", 2, 16, 16, 8192, 8192, 128, BF16),
     Case("d64", 4, 16, 16, 4096, 4096, 64, FP16),
     Case("dec512", 8, 32, 4, 1, 8192, 512, BF16, cold_l2=True),
     Case("dec128", 32, 32, 8, 1, 8192, 128, BF16, cold_l2=True),
 ]
+
+BACKWARD = ("kb97", "g512c", "d256c", "d128c", "d64")
 
 SETS = {
     "class1024": [case.name for case in CASES if 512 < case.E <= 1024 and case.dtype != FP32],

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from cases import Case
+from cases import BOOL_MASKS, Case
 
 __all__ = ["CAP", "WITHIN", "Plan", "choice_summary", "facts", "planned"]
 
@@ -32,7 +32,7 @@ def facts(case: Case) -> dict[str, int]:
     found = {"N": case.B * case.Hq, "L": case.L, "S": case.S, "E": case.E, "Ev": case.Ev, "key_group": group, "value_group": group}
     found |= {"batch_dims": 2 if case.mask or case.Hk == 1 < min(case.B, case.Hq) else 1, "type": TYPES[case.dtype]}
     if case.mask:
-        found |= {"mask": BOOL if case.mask in ("pad", "keep", "band") else SAME_AS_QUERY}
+        found |= {"mask": BOOL if case.mask in BOOL_MASKS else SAME_AS_QUERY}
         found |= {"mask_rows": case.mask not in ("pad", "keybias") and case.L > 1}  # of a dim of 1 the stride is 0
     for operand, width, heads in (("query", case.E, case.Hq), ("key", case.E, case.Hk), ("value", case.Ev, case.Hk)):
         row = width * case.dtype.itemsize
@@ -40,11 +40,11 @@ def facts(case: Case) -> dict[str, int]:
     return found | {"causal": case.causal}
 
 
-def planned(case: Case, capability: int = 90, sms: int = 132, cap: int = CAP) -> Plan:
-    """What the plan says on a card that need not be there."""
+def planned(case: Case, capability: int = 90, sms: int = 132, cap: int = CAP, table: str = "forward") -> Plan:
+    """What the plan says on a card that need not be there; table: "forward" or "backward"."""
     given = facts(case)
     values = [int(value) for value in given.values()]
-    return Plan(*torch.ops.attention_ext.plan("forward", list(given), values, capability, sms, cap))
+    return Plan(*torch.ops.attention_ext.plan(table, list(given), values, capability, sms, cap))
 
 
 def choice_summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:

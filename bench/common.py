@@ -1,6 +1,7 @@
 """What the records share: timing on the device, the formula in three calls, errors on sampled rows and the rule for them."""
 
 import math
+import statistics
 import sys
 import time
 import warnings
@@ -18,10 +19,24 @@ from attention_ext import _measure
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))  # one rule for tests and benches
 import error_rule
 
-__all__ = ["Sample", "attempt", "error_rule", "extra_memory", "first_line", "log", "naive", "three_calls", "time_ms", "within_rule"]
+__all__ = [
+    "Sample",
+    "attempt",
+    "error_rule",
+    "extra_memory",
+    "first_line",
+    "in_turns",
+    "log",
+    "naive",
+    "own_kernels",
+    "three_calls",
+    "time_ms",
+    "within_rule",
+]
 
 DEVICE = torch.device("cuda")
 REST = 0.25  # seconds
+TURNS, TURN_MS, MOST_CALLS, MOST_MS = 3, 6.0, 50, 36.0
 ERRORS = ("max_abs_error", "relative_frobenius_error")
 
 
@@ -76,6 +91,31 @@ def _cold_ms(call: Callable[[], Any], repeat: int) -> float:
     return (times[(repeat - 1) // 2] + times[repeat // 2]) / 2
 
 
+def queued_ms(call: Callable[[], Any], count: int) -> float:
+    """Milliseconds a call of `count` on the current stream, queued without waiting in between."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(count):
+        call()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / count
+
+
+def in_turns(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """Milliseconds of each of several calls, the median of up to TURNS turns, so that all see the same clocks and temperatures.
+
+    In a turn each runs for about TURN_MS, MOST_CALLS times at most and at least once. There are as many turns as let the slowest
+    run for MOST_MS, one at least. Each has been called before; once more before its first turn says how often it fits.
+    """
+    once = {name: max(queued_ms(call, 1), 1e-3) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(max(1, min(TURNS, int(MOST_MS / max(once.values()))))):
+        for name, call in calls.items():
+            times[name].append(queued_ms(call, max(1, min(MOST_CALLS, int(TURN_MS / once[name])))))
+    return {name: statistics.median(own) for name, own in times.items()}
+
+
 def three_calls(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """What a person writes: the whole score matrix in memory, in the operands' dtype."""
     return torch.softmax((q * q.size(-1) ** -0.5) @ k.mT, -1) @ v
@@ -98,6 +138,12 @@ def naive(case: Case, q: Tensor, k: Tensor, v: Tensor) -> tuple[Callable[[], Ten
     how = ["the heads of a group as rows of one product"] if groups > 1 else []
     how += ["scores hidden in place by a mask made beforehand"] if case.causal else []
     return call, "three calls, " + ", ".join(how)
+
+
+def own_kernels(case: Case, *operands: Tensor, mask: Tensor | None = None, **options: Any) -> Callable[[], Tensor]:
+    """The call by sdpa_forward: by this package's own kernels, as its gradient is, also where sdpa runs PyTorch's back ends."""
+    forward = torch.ops.attention_ext.sdpa_forward
+    return lambda: forward(*operands, mask, None, 0.0, case.causal, enable_gqa=case.Hk != case.Hq, **options)[0]
 
 
 def extra_memory(call: Callable[[], Tensor]) -> int:

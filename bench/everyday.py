@@ -6,8 +6,11 @@
 The grid: B 4, H 16, L = S = 2048 in bfloat16 over head dims from 32 to 1024: plain, causal, under a band (bool), with a bias for
 each head, a bias that requires grad, four key heads, 77 keys. float32: plain, causal, with a bias that requires grad. Some of it in
 float16; values of another width; fewer queries than keys; one query (decoding); a batch of one. A row has the milliseconds of the
-forward alone, of the backward alone (autograd.grad) and of both, and ratios: PyTorch's time over ours, above 1 ours is faster.
+forward alone, of the backward alone (autograd.grad) and of both, and ratios: PyTorch's time over ours, above 1 ours is faster. It
+names what ran, and what of the contract PyTorch's default breaks in such a call; bench/broken.py measures how far.
+
 Calls are queued without waiting and taken in turns; where the device needs less than about 50 us the host's time is what counts.
+Calls that are not begun within the limit are left out and counted.
 """
 
 import argparse
@@ -19,20 +22,23 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import broken
 import torch
 import torch.nn.functional as F
-from cases import Case
-from common import first_line, log
+from cases import BOOL_MASKS, Case
+from choice import planned
+from common import DEVICE, attempt, first_line, in_turns, log
 
 import attention_ext
+from attention_ext._torch_private import chosen_by_torch
 
-__all__ = ["EVERYDAY", "Everyday", "measure", "summary"]
+__all__ = ["EVERYDAY", "WAYS", "Everyday", "measure", "summary"]
 
 HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 320, 512, 768, 1024)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WAYS = ("forward", "backward", "both")
 SLOWER = 0.95  # ratio below which ours counts as slower
-TURNS, TURN_MS, MOST_CALLS = 3, 12.0, 50
+LIMIT = 80.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class Everyday:
 
     @property
     def name(self) -> str:
+        """dtype, kind, head dim."""
         return self.case.name
 
 
@@ -89,8 +96,8 @@ OPERATORS: dict[str, Callable[..., torch.Tensor]] = {
 
 def directions(call: Everyday, operator: Callable[..., torch.Tensor]) -> dict[str, Callable[[], Any]]:
     """What is timed of a call, by direction."""
-    leaves = list(call.case.inputs("cuda"))
-    options = call.case.options("cuda")
+    leaves = list(call.case.inputs(str(DEVICE)))
+    options = call.case.options(str(DEVICE))
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
@@ -108,40 +115,61 @@ def directions(call: Everyday, operator: Callable[..., torch.Tensor]) -> dict[st
     return out
 
 
-def timed(call: Callable[[], Any], count: int) -> float:
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(count):
-        call()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / count
+def backward_kernel(case: Case) -> str:
+    """That of this package for contiguous operands."""
+    card = torch.cuda.get_device_properties(DEVICE)
+    return planned(case, 10 * card.major + card.minor, card.multi_processor_count, table="backward").kernel
+
+
+def runs(call: Everyday) -> dict[str, dict[str, str]]:
+    """What runs a call, by direction: "kernels" of ours, "torch" the back ends that PyTorch's default takes."""
+    q, k, v = call.case.inputs(str(DEVICE))
+    options = call.case.options(str(DEVICE))
+    arguments = (q, k, v, options["attn_mask"], 0.0, call.case.causal)
+    found: dict[str, dict[str, str]] = {"kernels": {}, "torch": {}}
+    for way in ("forward", "both") if call.backward else ("forward",):
+        for tensor in (q, k, v):
+            tensor.requires_grad_(way == "both")
+        if call.biasgrad:
+            options["attn_mask"].requires_grad_(way == "both")
+        found["kernels"][way] = attention_ext.explain(q, k, v, **options).kernel
+        found["torch"][way] = chosen_by_torch(*arguments, enable_gqa=options["enable_gqa"])
+    if call.backward:
+        found["torch"]["backward"], ours = found["torch"]["both"], found["kernels"]["both"]
+        found["kernels"]["backward"] = ours if ours.startswith("torch") else backward_kernel(call.case)
+    return found
+
+
+def breach(call: Everyday, way: str, back_end: str) -> str:
+    """What of the contract this back end of PyTorch's breaks in such a call, as bench/broken.py names it; empty where nothing."""
+    if back_end != "cudnn":
+        return ""
+    if call.case.mask in BOOL_MASKS:
+        return "masked_rows"
+    open_ended = call.case.mask is None and not call.case.causal and call.case.S % 128 != 0
+    return "gradients" if open_ended and way != "forward" else ""
 
 
 def measure(call: Everyday) -> dict[str, Any]:
-    """{direction: {"ours": ms, "torch": ms, "ratio"}}; "ours_failed" or "torch_failed" says why there is no figure."""
-    row: dict[str, Any] = {"name": call.name}
+    """{direction: {"ours": ms, "torch": ms, "ratio"}} and what ran; "ours_failed", "torch_failed" say why there is no figure."""
+    row: dict[str, Any] = {}
     calls: dict[str, dict[str, Callable[[], Any]]] = {}
     for who, operator in OPERATORS.items():
         try:
             calls[who] = directions(call, operator)
             for direction in calls[who].values():
-                timed(direction, 1)
+                direction()
+            torch.cuda.synchronize()
         except RuntimeError as error:
             row[f"{who}_failed"] = first_line(error)
             calls.pop(who, None)
             torch.cuda.empty_cache()
     for direction in calls.get("ours", {}):
-        times: dict[str, list[float]] = {who: [] for who in calls}
-        counts = {who: max(1, min(MOST_CALLS, int(TURN_MS / max(timed(calls[who][direction], 1), 1e-3)))) for who in calls}
-        for _ in range(TURNS):
-            for who, own in times.items():
-                own.append(timed(calls[who][direction], counts[who]))
-        found: dict[str, Any] = {who: statistics.median(own) for who, own in times.items()}
+        found: dict[str, Any] = in_turns({who: own[direction] for who, own in calls.items()})
         row[direction] = found | ({"ratio": found["torch"] / found["ours"]} if len(found) == 2 else {})
-    q, k, v = call.case.inputs("cuda")
-    row["kernel"] = attention_ext.explain(q, k, v, **call.case.options("cuda")).kernel
-    return row
+    ran = runs(call)
+    breaks = {way: name for way, back_end in ran["torch"].items() if (name := breach(call, way, back_end))}
+    return row | {"kernels": ran["kernels"], "torch_back_ends": ran["torch"], "torch_breaks": breaks}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,16 +190,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="calls whose name contains this")
-    parser.add_argument("--limit", type=float, default=600, help="seconds after which the rest is left out")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which the rest is left out")
     args = parser.parse_args()
     begin, rows = time.monotonic(), []
-    for call in EVERYDAY:
-        if args.only in call.name and time.monotonic() - begin < args.limit:
-            rows.append(measure(call))
-            ratios = {way: round(rows[-1][way]["ratio"], 3) for way in WAYS if "ratio" in rows[-1].get(way, {})}
-            log(f"{call.name:36} {rows[-1]['kernel']:14} {ratios}")
-    missing = len([call for call in EVERYDAY if args.only in call.name]) - len(rows)
-    json.dump({"everyday": rows, "everyday_summary": summary(rows), "left_out": missing}, sys.stdout, indent=1)
+    chosen = [call for call in EVERYDAY if args.only in call.name]
+    lengths = sorted({192, *(call.case.S for call in chosen if call.case.S % 128)})
+    found = {"torch_broken": attempt(lambda: broken.measured(lengths))}
+    for call in chosen:
+        if time.monotonic() - begin > args.limit:
+            break
+        dtype, _, kind = call.name.rpartition(" ")[0].partition(" ")
+        row = {"name": call.name, "dtype": dtype, "kind": kind, "E": call.case.E, "S": call.case.S}
+        measured = attempt(lambda call=call: measure(call))
+        rows.append(row | ({"ours_failed": measured["not_available"]} if "not_available" in measured else measured))
+        ratios = {way: round(rows[-1][way]["ratio"], 3) for way in WAYS if "ratio" in rows[-1].get(way, {})}
+        log(f"{call.name:36} {rows[-1].get('kernels', {}).get('forward', 'failed'):14} {ratios}")
+    found |= {"rows": rows, "summary": summary(rows), "slower_below": SLOWER, "left_out": len(chosen) - len(rows)}
+    found["seconds"] = time.monotonic() - begin
+    json.dump({"everyday": found}, sys.stdout, indent=1)
     return 0
 
 

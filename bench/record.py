@@ -3,7 +3,8 @@
 Where a part fails, what was measured before it is printed, with what happened under "failed"; the exit code is 1.
 
 One process, one card, ours and PyTorch's in turn: ceilings, forward cases with errors and extra memory beside PyTorch's back ends
-and the formula in three calls, the pipelines' stages, the error rule over head dims and dtypes, memory at long sequences.
+and the formula in three calls, the pipelines' stages, the error rule over head dims and dtypes, memory at long sequences. Ours is
+sdpa; up to head dim 256, where it may run PyTorch's back ends, "NAME own" is the same case by this package's own kernels.
 
     --cases NAME...  names or sets (class512, class1024, class256, float32, decode) of bench/cases.py, lin84 of
                      bench/linear_cases.py (a linear layer, in training, evaluation and its product alone), all by default
@@ -16,6 +17,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import linear_cases
@@ -23,8 +25,9 @@ import peers
 import pipelines
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, choose
-from common import DEVICE, Sample, attempt, error_rule, extra_memory, log, naive, three_calls, time_ms, within_rule
+from cases import BACKWARD, CASES, MOST_BACK_END, Case, choose
+from common import DEVICE, Sample, attempt, extra_memory, log, naive, own_kernels, three_calls, time_ms, within_rule
+from errors import error_table
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -97,95 +100,69 @@ def rivals(case: Case, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
     return out
 
 
-def forward_case(case: Case, ceilings: dict[str, float], quick: bool) -> dict[str, Any]:
-    q, k, v = case.inputs("cuda")
+def forward_case(case: Case, ceilings: dict[str, float], quick: bool) -> dict[str, dict[str, Any]]:
+    """The entries of a case, by name; up to MOST_BACK_END two, the other by own kernels. PyTorch's row is the same in both."""
+    q, k, v = case.inputs(str(DEVICE))
     options: dict[str, Any] = {"is_causal": case.causal, "enable_gqa": case.Hk != case.Hq}
-    explanation = attention_ext.explain(q, k, v, **options)
-    sample = Sample(case, q, k, v)
-    calls: dict[str, Callable[..., Any]] = {
-        "attention_ext": lambda **given: measure(case, lambda: OPS.sdpa(q, k, v, **options), **given),
-        "torch": lambda **given: measure(case, lambda: F.scaled_dot_product_attention(q, k, v, **options), **given),
+    kernels = {case.name: attention_ext.explain(q, k, v, **options).kernel}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "attention_ext": lambda: OPS.sdpa(q, k, v, **options),
+        "torch": lambda: F.scaled_dot_product_attention(q, k, v, **options),
     }
-    if explanation.kernel != "pipeline" and not quick:  # what the pipeline would take, for the crossover
-        forced = {"enable_gqa": case.Hk != case.Hq, "kernel_name": "pipeline"}
-        arguments = (q, k, v, None, None, 0.0, case.causal)
-        calls["pipeline"] = lambda **given: measure(case, lambda: OPS.sdpa_forward(*arguments, **forced)[0], **given)
+    apart = case.E <= MOST_BACK_END
+    if apart:
+        calls["own"] = own_kernels(case, q, k, v)
+        kernels[f"{case.name} own"] = OPS.sdpa_plan(q, k, v, None, 0.0, case.causal, enable_gqa=case.Hk != case.Hq)[0]
+    if "pipeline" not in kernels.values() and not quick:  # what the pipeline would take, for the crossover
+        calls["pipeline"] = own_kernels(case, q, k, v, kernel_name="pipeline")
+    sample = Sample(case, q, k, v)
+    timed = {name: partial(measure, case, call) for name, call in calls.items()}
     rows: dict[str, Any] = {}
-    for name, row in (calls | rivals(case, q, k, v, options, quick)).items():
+    for name, row in (timed | rivals(case, q, k, v, options, quick)).items():
         values = rows[name] = attempt(lambda row=row: row(sample=sample, ceilings=ceilings))
         text = f"{values['ms']:9.3f} ms {values['tflops']:7.1f} TFLOP/s" if "ms" in values else values["not_available"][:90]
         log(f"{case.name:12} {name:15} {text}")
-    shape = {name: getattr(case, name) for name in ("B", "Hq", "Hk", "L", "S", "E", "causal", "cold_l2")}
+    parts = [rows]
+    if apart:
+        others = {name: row for name, row in rows.items() if name not in ("attention_ext", "own")}
+        parts = [{name: rows[name] for name in ("attention_ext", "torch")}, {"attention_ext": rows["own"]} | others]
+    shape = {name: getattr(case, name) for name in ("B", "Hq", "Hk", "L", "S", "E", "Ev", "causal", "cold_l2")}
+    shape["dtype"] = str(case.dtype)
+    return {
+        name: shape | {"kernel": kernel} | compared(case, sample, part)
+        for (name, kernel), part in zip(kernels.items(), parts, strict=True)
+    }
+
+
+def compared(case: Case, sample: Sample, rows: dict[str, Any]) -> dict[str, Any]:
+    """Ours next to PyTorch's default, and the rows."""
     ours, theirs = rows["attention_ext"], rows["torch"]
     both = "ms" in ours and "ms" in theirs
-    return shape | {
-        "dtype": str(case.dtype),
-        "kernel": explanation.kernel,
-        "preferred": explanation.preferred,
+    return {
         "ratio_to_torch": theirs["ms"] / ours["ms"] if both else None,
         "within_rule": both and within_rule(ours, theirs, sample.top, case.dtype),
         "rows": rows,
     }
 
 
-def _float64_gradients(inputs: list[Tensor], grad: Tensor) -> list[Tensor]:
-    q, k, v = (t.detach().double().requires_grad_() for t in inputs)
-    x = (q @ k.mT) * q.size(-1) ** -0.5
-    weights = torch.exp(x - x.amax(-1, keepdim=True).detach())
-    out = (weights @ v) / weights.sum(-1, keepdim=True)
-    return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad.double())]
-
-
-def error_table() -> list[dict[str, Any]]:
-    """Forward and backward errors at (1, 4, 2048, 2048, E), ours beside PyTorch's, and whether the rule holds. Half types' outputs
-    by the pipeline as well, which is not what runs on Hopper.
-    """
-    table = []
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
-        for E in (64, 80, 128, 256, 512, 1024):
-            generator = torch.Generator("cuda").manual_seed(E)
-            inputs = [
-                torch.randn(1, 4, 2048, E, device=DEVICE, dtype=dtype, generator=generator).requires_grad_() for _ in range(3)
-            ]
-            grad = torch.randn(1, 4, 2048, E, device=DEVICE, dtype=dtype, generator=generator)
-            want = _float64_gradients(inputs, grad)
-            results = {}
-            for name, op in (("attention_ext", OPS.sdpa), ("torch", F.scaled_dot_product_attention)):
-                out = op(*inputs)
-                results[name] = [out.detach(), *torch.autograd.grad(out, inputs, grad)]
-            what = dict(enumerate(("out", "grad_query", "grad_key", "grad_value")))
-            if dtype != torch.float32:
-                leaves = [t.detach() for t in inputs]
-                results["attention_ext"] += OPS.sdpa_forward(*leaves, None, None, 0.0, False, kernel_name="pipeline")[:1]
-                want, results["torch"], what[4] = [*want, want[0]], [*results["torch"], results["torch"][0]], "out by pipeline"
-            for index in what:
-                reference = want[index].cpu()
-                ours, theirs = (error_rule.errors(results[name][index], reference) for name in ("attention_ext", "torch"))
-                top = error_rule.largest(reference)
-                table.append(
-                    {
-                        "dtype": str(dtype),
-                        "E": E,
-                        "what": what[index],
-                        "ours": ours,
-                        "torch": theirs,
-                        "ulp": error_rule.ulp(dtype, top),
-                        "within_rule": error_rule.within(ours, theirs, top, dtype),
-                    }
-                )
-    log(f"error rule: {sum(row['within_rule'] for row in table)} of {len(table)} within")
-    return table
-
-
-def backward_case(case: Case) -> dict[str, float]:
-    q, k, v = (t.requires_grad_() for t in case.inputs("cuda"))
-    grad = torch.randn_like(q)
-    out = {}
-    for name, op in (("attention_ext", OPS.sdpa), ("torch", F.scaled_dot_product_attention)):
-        result = op(q, k, v, is_causal=case.causal)
-        out[name] = time_ms(lambda result=result: torch.autograd.grad(result, (q, k, v), grad, retain_graph=True))
-    log(f"{case.name} backward: {out}")
-    return out
+def backward_case(case: Case) -> dict[str, dict[str, float]]:
+    """Of the backward alone, by the names of the forward's entries."""
+    leaves = [t.requires_grad_() for t in case.inputs(str(DEVICE))]
+    options = {"is_causal": case.causal, "enable_gqa": case.Hk != case.Hq}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "attention_ext": lambda: OPS.sdpa(*leaves, **options),
+        "torch": lambda: F.scaled_dot_product_attention(*leaves, **options),
+    }
+    if case.E <= MOST_BACK_END:
+        calls["own"] = own_kernels(case, *leaves)
+    times = {}
+    for name, call in calls.items():
+        result = call()
+        grad = torch.randn_like(result)
+        times[name] = time_ms(partial(torch.autograd.grad, result, leaves, grad, retain_graph=True))
+    log(f"{case.name} backward: {times}")
+    own = times.pop("own", None)
+    return {case.name: times} | ({} if own is None else {f"{case.name} own": {"attention_ext": own, "torch": times["torch"]}})
 
 
 def fill(
@@ -196,8 +173,8 @@ def fill(
     with torch.no_grad():
         record["ceilings"] = ceilings()
         log(f"ceilings: {record['ceilings']}")
-        for name, case in cases.items():
-            record["forward"][name] = forward_case(case, record["ceilings"], quick)
+        for case in cases.values():
+            record["forward"] |= forward_case(case, record["ceilings"], quick)
         if "kb97" in cases and not quick:
             for kernel, key in (("pipeline", "stages"), ("sm90_pipeline", "stages_sm90_pipeline")):
                 if kernel in ("pipeline", record["forward"]["kb97"].get("kernel")):
@@ -208,7 +185,9 @@ def fill(
         record["error_rule"] = error_table()
         with torch.no_grad():
             record["long_sequences"] = pipelines.long_sequences()
-        record["backward"] = {name: backward_case(case) for name, case in cases.items() if name in ("kb97", "g512c")}
+        record["backward"] = {}
+        for name in BACKWARD:
+            record["backward"] |= backward_case(cases[name]) if name in cases else {}
     record["linear"] = {}
     with torch.no_grad():
         for layer in linear:

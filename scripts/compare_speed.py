@@ -4,9 +4,9 @@
     python scripts/compare_speed.py OLD NEW [--turns 5] [--slower 1.02] [--cases NAME...]
 
 OLD and NEW are folders with an installed wheel each. A process for each stays alive, and the two measure call by call in turns, so
-that both see the same clocks and temperatures. Calls: bench's cases forward and backward, its lists of shapes, the linear layer's
-cases; and the host time of eager calls in microseconds. A line for each call whose median is more than --slower times the old one;
-exits with 1 if there is one. The JSON of all goes to stdout.
+that both see the same clocks and temperatures. Calls: bench's cases forward and backward and its lists of shapes, all by own
+kernels (sdpa_forward); the linear layer's cases; and the host time of eager calls of sdpa in microseconds. A line for each call
+whose median is more than --slower times the old one; exits with 1 if there is one. The JSON of all goes to stdout.
 """
 
 import argparse
@@ -29,26 +29,28 @@ def calls() -> Iterator[tuple[str, Callable[[], Callable[[], Any]], bool]]:
     import linear_cases
     import torch
     from cases import CASES, Case
+    from common import own_kernels
     from shapes import SHAPES
-
-    import attention_ext  # noqa: F401
 
     sdpa = torch.ops.attention_ext.sdpa
 
     def forward(case: Case) -> Callable[[], Any]:
-        (q, k, v), options = case.inputs("cuda"), case.options("cuda")
-        return lambda: sdpa(q, k, v, **options)
+        return own_kernels(case, *case.inputs("cuda"), mask=case.attn_mask("cuda"))
 
     def backward(case: Case) -> Callable[[], Any]:
         leaves = [t.requires_grad_() for t in case.inputs("cuda")]
-        out = sdpa(*leaves, **case.options("cuda"))
+        out = own_kernels(case, *leaves, mask=case.attn_mask("cuda"))()
         grad = torch.randn_like(out)
         return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
-    def both(case: Case) -> Callable[[], Any]:
+    def host(case: Case) -> Callable[[], Any]:
+        q, k, v = case.inputs("cuda")
+        return lambda: sdpa(q, k, v)
+
+    def host_both(case: Case) -> Callable[[], Any]:
         leaves = [t.requires_grad_() for t in case.inputs("cuda")]
         grad = torch.ones_like(leaves[0])
-        return lambda: torch.autograd.grad(sdpa(*leaves, **case.options("cuda")), leaves, grad)
+        return lambda: torch.autograd.grad(sdpa(*leaves), leaves, grad)
 
     for case in CASES:
         yield f"forward {case.name}", lambda case=case: forward(case), False
@@ -66,8 +68,8 @@ def calls() -> Iterator[tuple[str, Callable[[], Callable[[], Any]], bool]]:
                 False,
             )
     tiny = Case("tiny", 1, 1, 1, 64, 64, 64, torch.float16)
-    yield "host, no gradient", lambda: forward(tiny), True
-    yield "host, forward and backward", lambda: both(tiny), True
+    yield "host, no gradient", lambda: host(tiny), True
+    yield "host, forward and backward", lambda: host_both(tiny), True
 
 
 def device_ms(call: Callable[[], Any]) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 
 LINEAR = ("lin84 train", "lin84 eval", "lin84 product")  # cases and parts of bench/linear_cases.py, which imports torch
 BASELINES = ("default", "math", "three calls")  # of tests/support/helpers.py, torch_own
+PARTS = ("everyday", "variants", "host_time")  # scripts of bench/ that print a JSON object with this key
 TWO_CARDS = "test_two_devices"  # begins the names of the modules that need two cards
 
 
@@ -47,6 +48,18 @@ def shapes_sound(record: dict[str, Any]) -> bool:
     kinds = ("ours_failed", "not_finite", "outside_rule")
     summaries = record.get("shapes_summary", {}).values()
     return "shapes_failed" not in record and all(not summary[kind] for summary in summaries for kind in kinds)
+
+
+def parts_sound(record: dict[str, Any]) -> bool:
+    """What ran of the parts came to its end, and no call of ours failed. How fast, and what an option costs, is another matter."""
+    rows = [row for name in ("everyday", "variants") for row in record.get(name, {}).get("rows", ())]
+    failed = any("ours_failed" in row or "not_available" in row for row in rows)
+    return not failed and not any(f"{name}_failed" in record for name in PARTS)
+
+
+def left_out(record: dict[str, Any]) -> int:
+    """How many calls of the parts were not begun within their time limits."""
+    return sum(record.get(name, {}).get("left_out", 0) for name in ("everyday", "variants"))
 
 
 def forward_sound(record: dict[str, Any]) -> bool:
@@ -95,6 +108,7 @@ def passed(record: dict[str, Any], linear: Sequence[str] = LINEAR) -> bool:
     return (
         bench_sound(record, linear)
         and shapes_sound(record)
+        and parts_sound(record)
         and (tests is None or tests_passed(tests, two_cards_passed(record)))
         and (examples is None or (examples["count"] >= examples["asked"] and not examples["failed"]))
         and all(result["clean"] for result in record.get("sanitizer", {}).values())

@@ -1,7 +1,7 @@
 """The README's chart: TFLOP/s of the forward in half precision by head dim, from a record of scripts/gpu_check, as SVG.
 
-Ours next to PyTorch's default and the three calls (softmax(Q K^T) V), light or dark as the reader's screen. scripts/make_tables.py
-writes it.
+This package's own kernels, also where sdpa runs PyTorch's, next to PyTorch's default and the three calls (softmax(Q K^T) V), light
+or dark as the reader's screen. scripts/make_tables.py writes it.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 12, 96, 52  # margins of the plot
 BAR, GAP = 22, 2  # a bar, between the bars of a head dim
 STEP = 200  # TFLOP/s between two lines
 SERIES = {
-    "ours": "attention_ext",
+    "ours": "attention_ext's own kernels",
     "torch": "PyTorch's default",
     "naive": "three calls: q k^T, softmax, times v",
 }  # class of the bars -> legend
@@ -52,13 +52,14 @@ class Point(NamedTuple):
 
 
 def points(record: dict[str, Any]) -> list[Point]:
-    """By head dim the half-precision case with as many key as query heads and a warm L2: without a causal mask if there is one, of
-    those the one with the most operations, of those the one with the most keys."""
+    """By head dim the half-precision case by own kernels with as many key as query heads, values as wide as keys and a warm L2:
+    without a causal mask if there is one, of those the one with the most operations, of those the one with the most keys."""
     best: dict[int, tuple[tuple[bool, int, int], Point]] = {}
     for case in record["forward"].values():
         rates = {name: row["tflops"] for name, row in case["rows"].items() if "tflops" in row}
-        half = case["dtype"] in ("torch.float16", "torch.bfloat16")
-        if half and case["Hq"] == case["Hk"] and not case.get("cold_l2") and {"attention_ext", "torch"} <= rates.keys():
+        half = case["dtype"] in ("torch.float16", "torch.bfloat16") and case.get("Ev", case["E"]) == case["E"]
+        own = not case["kernel"].startswith("torch: ") and not case.get("cold_l2")
+        if half and own and case["Hq"] == case["Hk"] and {"attention_ext", "torch"} <= rates.keys():
             order = (not case["causal"], case["B"] * case["Hq"] * case["L"] * case["S"], case["S"])
             point = Point(case["E"], case["causal"], rates["attention_ext"], rates["torch"], rates.get("naive"))
             best[point.head_dim] = max(best.get(point.head_dim, (order, point)), (order, point), key=lambda found: found[0])
@@ -108,7 +109,7 @@ def chart(record: dict[str, Any]) -> str:
         element("text", card, x=LEFT, y=44),
     ]
     for index, (series, label) in enumerate(SERIES.items()):
-        x = LEFT + 150 * index
+        x = LEFT + 200 * index
         parts += [element("rect", class_=series, x=x, y=56, width=12, height=12), element("text", label, x=x + 18, y=66)]
     for rate in range(0, int(top) + 1, STEP):
         y = f"{floor - rate / top * height:.1f}"

@@ -4,9 +4,11 @@ A ratio is PyTorch's time / ours. scripts/make_tables.py puts them into the page
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+from cells import short, table
+from everyday_tables import EVERYDAY_TABLES, everyday_text
 from evidence import of_the_same_csrc
 from speed_chart import points
 
@@ -20,16 +22,10 @@ HIGHLIGHTS = {  # rows of the README's table, eight at most: (part of the record
     ("forward", "kb97"): "KernelBench level 1 problem 97: S = 512, head dim 1024",
     ("forward", "dec512"): "decoding: 1 query a head, 32 heads, 4 key heads, S = 8192, head dim 512",
     ("backward", "g512c"): "backward: 32 heads, causal, S = 8192, head dim 512",
-    ("forward", "d128c"): "32 query heads, 8 key heads, causal, S = 8192, head dim 128",
+    ("forward", "d128c own"): "32 query heads, 8 key heads, causal, S = 8192, head dim 128, by own kernels",
     ("forward", "vae1024_f32"): "the first row in float32",
     ("linear", "lin84 product"): "`linear_float32`, 1024 x 8192 x 8192",
 }
-
-
-def table(header: str, rows: Iterable[Iterable[str]]) -> list[str]:
-    """Markdown of a table. header: the titles with | in between. None without rows."""
-    lines = [f"| {' | '.join(row)} |" for row in rows]
-    return [f"| {header} |", "|---" * (header.count(" | ") + 1) + "|", *lines] if lines else []
 
 
 def title(record: dict[str, Any]) -> str:
@@ -50,10 +46,6 @@ def timed(case: dict[str, Any]) -> dict[str, Any]:
 def missing(case: dict[str, Any]) -> str:
     """Which rows were not measured, and why."""
     return "; ".join(f"{row}: {values['not_available']}" for row, values in case["rows"].items() if "ms" not in values)
-
-
-def short(ms: float) -> str:
-    return f"{ms:.{3 if ms < 1 else 2 if ms < 10 else 1}f}"
 
 
 def passes(row: dict[str, Any] | None) -> str:
@@ -77,7 +69,9 @@ def forward_table(record: dict[str, Any]) -> list[str]:
         kind = "".join(
             [case["dtype"].removeprefix("torch."), ", causal" * case["causal"], ", cold L2" * case.get("cold_l2", False)]
         )
-        what = [name, ", ".join(str(case[size]) for size in ("B", "Hq", "Hk", "L", "S", "E")) + f", {kind}", f"`{case['kernel']}`"]
+        sizes = ", ".join(str(case[size]) for size in ("B", "Hq", "Hk", "L", "S", "E"))
+        width = f" (values {case['Ev']})" if case.get("Ev", case["E"]) != case["E"] else ""
+        what = [name, f"{sizes}{width}, {kind}", f"`{case['kernel']}`"]
         if "attention_ext" not in rows or "torch" not in rows:
             lines.append([*what, f"not measured: {missing(case)}", *[""] * 7])
             continue
@@ -230,14 +224,20 @@ def cpu_table(record: dict[str, Any]) -> list[str]:
 
 
 def chart_text(record: dict[str, Any]) -> list[str]:
-    """The README's picture, and in words the head dims at which ours is faster than PyTorch's default, and the others."""
+    """The README's picture, and in words the head dims at which own kernels are faster than PyTorch's default, the others, and
+    those at which sdpa runs PyTorch's kernels instead."""
     halves = []
     for faster in (True, False):
         found = {point.head_dim: point.ours / point.torch for point in points(record) if (point.ours > point.torch) == faster}
         if found:
             ratios = f"{min(found.values()):.2f} to {max(found.values()):.2f} times as fast as PyTorch's default"
             halves.append(f"{ratios} at head dims {', '.join(map(str, found))}")
-    text = f"On one {record['card']} the forward is {', and '.join(halves)}."
+    text = f"On one {record['card']} this package's own kernels are in the forward {', and '.join(halves)}."
+    routed = [case for case in record["forward"].values() if case["kernel"].startswith("torch: ") and case["ratio_to_torch"]]
+    if routed:
+        ratios = [case["ratio_to_torch"] for case in routed]
+        head_dims = ", ".join(map(str, sorted({case["E"] for case in routed})))
+        text += f" At head dims {head_dims} `sdpa` runs PyTorch's kernels: {min(ratios):.2f} to {max(ratios):.2f} times as fast."
     return [f"![TFLOP/s of the forward by head dim: ours, PyTorch's default, three calls]({CHART})", "", text]
 
 
@@ -255,7 +255,8 @@ def highlights_table(record: dict[str, Any]) -> list[str]:
         found = timed(case)
         both = (found["attention_ext"], found["torch"])
         rows.append([what, *map(first, both), f"{case['ratio_to_torch']:.2f}", first(found.get("naive")), mib(*both)])
-    return table("call | ours, ms | PyTorch, ms | ratio | three calls, ms | extra memory, MiB: ours, PyTorch's", rows)
+    lines = table("call | ours, ms | PyTorch, ms | ratio | three calls, ms | extra memory, MiB: ours, PyTorch's", rows)
+    return lines + (["", text] if (text := everyday_text(record)) else [])
 
 
 README_TABLES: dict[str, Callable[..., list[str]]] = {"chart": chart_text, "highlights": highlights_table}
@@ -268,4 +269,5 @@ TABLES: dict[str, Callable[..., list[str]]] = README_TABLES | {
     "ffpa": ffpa_table,
     "checks": checks_table,
     "cpu": cpu_table,
+    **EVERYDAY_TABLES,
 }

@@ -62,6 +62,7 @@ def test_cases() -> None:
     assert [case.name for case in cases.choose(["decode", "kb97", "class512", "g512"])] == [
         name for name in names if name in {"kb97", *SETS["class512"], *SETS["decode"]}
     ]
+    assert set(cases.BACKWARD) <= set(names) and {"d64", "d128c", "d256c", "g512c"} <= set(cases.BACKWARD)
     assert cases.choose([]) == [] and all(case.cold_l2 == (case.L == 1) for case in CASES)
     with pytest.raises(SystemExit, match="no_such"):
         cases.choose(["no_such"])

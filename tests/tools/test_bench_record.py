@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import common
+import errors
 import evidence
 import pipelines
 import pytest
@@ -59,6 +60,74 @@ def test_stages_by_the_profiler(monkeypatch: pytest.MonkeyPatch, kernel: str) ->
     assert all(stage["ms"] == 1.0 and stage["launches"] == 3 for stage in found.values())
 
 
+ROW = {"ms": 2.0, "tflops": 1.0}
+
+
+@pytest.mark.parametrize(
+    "case", [Case("small", 2, 4, 2, 30, 48, 24, torch.float16, Ev=16), Case("wide", 1, 2, 2, 8, 9, 264, torch.float16)]
+)
+@pytest.mark.parametrize("quick", [False, True])
+def test_own_kernels_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch, case: Case, quick: bool) -> None:
+    """Up to head dim 256, forward and backward; each row with its errors, and one row of PyTorch's for both entries."""
+    asked: list[dict[str, Any]] = []
+
+    def own(case: Case, *operands: torch.Tensor, **options: Any) -> Any:
+        asked.append(options)
+        return lambda: common.own_kernels(case, *operands)() + 1.0  # its errors show which row it is
+
+    def measure(case: Case, call: Any, sample: common.Sample, ceilings: dict[str, float], most: int = 30) -> dict[str, Any]:
+        return ROW | sample.errors(call())
+
+    plan = Mock(return_value=("sm90_512", "why", 0, False))
+    monkeypatch.setattr(record, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(record, "own_kernels", own)
+    monkeypatch.setattr(record, "measure", measure)
+    monkeypatch.setattr(record, "OPS", SimpleNamespace(sdpa=torch.ops.attention_ext.sdpa, sdpa_plan=plan))
+    monkeypatch.setattr(record, "rivals", lambda *_: {"naive": lambda **_: ROW})
+    monkeypatch.setattr(record, "time_ms", lambda call: float(len(call())))
+    found, backward = record.forward_case(case, {}, quick), record.backward_case(case)
+    assert list(found) == list(backward) == (["small", "small own"] if case.E <= 256 else ["wide"])
+    assert asked == [{}] * (case.E <= 256) + [{"kernel_name": "pipeline"}] * (not quick) + [{}] * (case.E <= 256)
+    assert all(row == {"attention_ext": 3.0, "torch": 3.0} for row in backward.values())
+    default = found[case.name]
+    assert default["kernel"] == "torch" and default["ratio_to_torch"] == 1.0 and default["within_rule"]
+    assert (default["E"], default["Ev"], default["dtype"]) == (case.E, case.Ev, "torch.float16")
+    pipeline = {"pipeline"} if not quick else set()
+    if case.E > 256:
+        assert default["rows"].keys() == {"attention_ext", "torch", "naive"} | pipeline
+        return
+    assert plan.call_args.kwargs == {"enable_gqa": True}
+    entry = found["small own"]
+    assert default["rows"].keys() == {"attention_ext", "torch"} and entry["rows"]["torch"] is default["rows"]["torch"]
+    assert entry["rows"].keys() == {"attention_ext", "torch", "naive"} | pipeline and entry["kernel"] == "sm90_512"
+    assert entry["rows"]["attention_ext"]["max_abs_error"] > 0.9 > default["rows"]["attention_ext"]["max_abs_error"]
+    assert not entry["within_rule"] and not evidence.forward_sound({"forward": found})
+
+
+def test_errors_of_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name where sdpa may run PyTorch's, of all four results."""
+    monkeypatch.setattr(errors, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(errors, "LENGTH", 24)
+    wrong = 0.0
+
+    def own(case: Case, *operands: torch.Tensor, kernel_name: str = "auto") -> Any:
+        return lambda: common.own_kernels(case, *operands)() * (1.0 + wrong)
+
+    monkeypatch.setattr(errors, "own_kernels", own)
+    whats = [*errors.WHATS, *(f"{what} by own kernels" for what in errors.WHATS), "out by pipeline"]
+    for dtype, E, expected in (
+        (torch.float16, 64, whats),
+        (torch.bfloat16, 264, [*errors.WHATS, whats[-1]]),
+        (torch.float32, 64, whats[:4]),
+    ):
+        wrong = 0.0
+        rows = errors.rows(dtype, E)
+        assert sorted(row["what"] for row in rows) == sorted(expected) and all(row["within_rule"] for row in rows)
+        wrong = 0.5
+        outside = {row["what"] for row in errors.rows(dtype, E) if not row["within_rule"]}
+        assert outside == set(expected) - set(errors.WHATS)
+
+
 @pytest.mark.parametrize("lost", [None, "error_table", "stages", "peers"])
 def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lost: str | None) -> None:
     """What came before is printed, the linear cases behind all of attention's."""
@@ -66,9 +135,9 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsy
     fakes = {
         record: {
             "ceilings": {"x": 1.0},
-            "forward_case": {"within_rule": True, "kernel": "sm90_pipeline"},
+            "forward_case": {"kb97": {"within_rule": True, "kernel": "sm90_pipeline"}},
             "error_table": [{"within_rule": True}],
-            "backward_case": {},
+            "backward_case": {"kb97": {"attention_ext": 1.0, "torch": 2.0}},
         },
         pipelines: {"stages": {}, "workspaces": {}, "long_sequences": {}},
     }
@@ -84,6 +153,7 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsy
     assert code == int(lost is not None) and list(found["forward"]) == ["kb97"] and found["ceilings"] == {"x": 1.0}
     assert ("OutOfMemoryError" in found.get("failed", "")) == (lost is not None) and evidence.bench_sound(found) == (lost is None)
     assert ("stages_sm90_pipeline" in found) == (lost != "stages")
+    assert list(found.get("backward", {})) == (["kb97"] if lost in (None, "peers") else [])
     assert len(found.get("linear", {})) == (3 if lost in (None, "peers") else 0)
     assert not evidence.bench_sound({"bench_failed": True, "error_rule": []})
     assert lost is not None or not evidence.bench_sound(found | {"error_rule": [{"within_rule": False}]})

@@ -4,8 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import cases
+import common
+import linear_cases
 import pytest
+import shapes
+import torch
+from cases import Case
+from loader import script
 
 SCRIPT = Path(__file__).parent.parent.parent / "scripts" / "compare_speed.py"
 WORKER = """
@@ -46,3 +54,26 @@ def test_what_got_slower_is_named(tmp_path: Path) -> None:
 def test_chosen_cases_and_limits(tmp_path: Path, options: list[str], code: int) -> None:
     done = compare(tmp_path, *options)
     assert done.returncode == code and "0 slower" in done.stderr
+
+
+def test_kernels_are_those_of_the_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward by own kernels, also where sdpa runs PyTorch's; the host's time is that of sdpa."""
+    asked: list[str] = []
+
+    def own(case: Case, *operands: torch.Tensor, **options: Any) -> Any:
+        asked.append(case.name)
+        return common_own(case, *operands, **options)
+
+    common_own, inputs, mask = common.own_kernels, Case.inputs, Case.attn_mask
+    monkeypatch.setattr(common, "own_kernels", own)
+    monkeypatch.setattr(Case, "inputs", lambda case, device: inputs(case, "cpu"))
+    monkeypatch.setattr(Case, "attn_mask", lambda case, device: mask(case, "cpu"))
+    monkeypatch.setattr(cases, "CASES", [Case("grouped", 1, 4, 2, 8, 8, 16, torch.float16, causal=True)])
+    monkeypatch.setattr(shapes, "SHAPES", {"list": [Case("masked", 1, 2, 2, 8, 16, 16, torch.float16, mask="bias")]})
+    monkeypatch.setattr(linear_cases, "LINEAR_CASES", [])
+    made = {name: (make(), host) for name, make, host in script("compare_speed.py").calls()}
+    assert asked == ["grouped", "grouped", "masked"]
+    assert [host for _, host in made.values()] == [False] * 3 + [True] * 2
+    results = {name: call() for name, (call, _) in made.items()}
+    assert len(results["host, forward and backward"]) == len(results["backward grouped"]) == 3
+    assert results["forward grouped"].shape == (1, 4, 8, 16) and results["list: masked"].shape == (1, 2, 8, 16)

@@ -63,6 +63,13 @@ def test_a_process_that_does_not_finish_is_an_error(monkeypatch: pytest.MonkeyPa
     assert found["failed"][-3:] == [f"pytest ended with {code}::{share}" for share, code in ends.items()]
 
 
+PARTS: dict[str, Any] = {
+    "everyday": {"rows": [{"torch_failed": "out of memory"}], "left_out": 0},
+    "variants": {"rows": [{"within": False}], "left_out": 0},
+    "host_time": [{"name": "a", "ours": 9.0, "torch": 5.0}],
+}
+
+
 def counts(**changes: Any) -> dict[str, Any]:
     return {"tests": 9, "failures": 0, "errors": 0, "skipped": 2, "modules_skipped": []} | changes
 
@@ -75,6 +82,7 @@ def complete(**changes: Any) -> dict[str, Any]:
 
 def test_what_passes() -> None:
     assert evidence.passed(complete()) and evidence.passed({"csrc_tree": TREE, "error_rule": []}, ())
+    assert evidence.passed(complete(**PARTS)), "a call of PyTorch's that failed, and an option past its limit, are none of ours"
     for wrong in (
         {"gpu_tests": counts(failures=1)},
         {"gpu_tests": counts(errors=1)},
@@ -85,6 +93,10 @@ def test_what_passes() -> None:
         {"randomised": {"asked": 5, "count": 5, "failed": 1}},
         {"bench_failed": True},
         {"shapes_failed": True},
+        {"everyday_failed": True},
+        {"host_time_failed": True},
+        {"everyday": {"rows": [{"name": "a"}, {"ours_failed": "out of memory"}], "left_out": 0}},
+        {"variants": {"rows": [{"not_available": "out of memory"}], "left_out": 0}},
         {"linear": {}},
     ):
         assert not evidence.passed(complete(**wrong)), wrong
@@ -125,7 +137,7 @@ def call(monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str, tree: s
     bench = json.dumps({name: complete()[name] for name in ("error_rule", "linear")})
     done = subprocess.CompletedProcess([], 0, stdout=bench)
     monkeypatch.setattr(module.subprocess, "run", lambda *args, **options: done)
-    rest = ("--cases", "--shapes", "--examples", "0", "--skip-sanitizer")
+    rest = ("--cases", "--shapes", "--parts", "--examples", "0", "--skip-sanitizer")
     monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(folder), *(arguments or rest)])
     code = module.main()
     return code, json.loads((folder / "some_card.json").read_text())
@@ -160,6 +172,38 @@ def test_two_cards_in_a_new_record_and_in_a_full_run(monkeypatch: pytest.MonkeyP
     code, record = call(monkeypatch, tmp_path, tree=OTHER, cards=2)
     assert code == 0 and record["cards"] == 2 and record["gpu_tests"]["tests"] == 2
     assert record["two_cards"]["csrc_tree"] == OTHER and record["two_cards"]["tests"] == 1
+
+
+@pytest.mark.parametrize("change", ["", "left out", "failed", "absent"])
+def test_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str) -> None:
+    """Each is a script of bench/ whose object becomes a part of the record; a call that was left out makes it incomplete."""
+    module = script("gpu_check")
+    asked = []
+
+    def run_bench(name: str, options: list[str], env: dict[str, str]) -> tuple[int, dict[str, Any] | None]:
+        asked.append((name, options))
+        if name == "record":
+            return 0, {name: complete()[name] for name in ("error_rule", "linear")}
+        if name == "record_shapes":
+            return 0, {"shapes_summary": {}}
+        left_out = {"left_out": 1} if (name, change) == ("variants", "left out") else {}
+        code = int((name, change) == ("variants", "failed"))
+        return code, {name: PARTS[name] | left_out if left_out else PARTS[name]}
+
+    monkeypatch.setattr(module, "THERE", ["everyday", "variants", "host_time"][: 2 if change == "absent" else 3])
+    monkeypatch.setattr(module, "install", lambda wheel: ({}, about(TREE, 1)))
+    monkeypatch.setattr(module, "run_bench", run_bench)
+    monkeypatch.setattr(module, "run_tests", lambda shares, env: [ET.fromstring('<testcase classname="a" name="t"/>')])
+    monkeypatch.setattr(module, "run_sanitizer", lambda *_: {"clean": True})
+    monkeypatch.setattr(module, "run_randomised", lambda examples, env: {"asked": examples, "count": examples, "failed": 0})
+    monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(tmp_path)])
+    code = module.main()
+    record = json.loads((tmp_path / "some_card.json").read_text())
+    assert asked == [("record", []), ("record_shapes", list(module.LISTS)), *((part, []) for part in module.THERE)]
+    assert record["seconds"].keys() == {"benches", "shapes", *module.THERE, "tests_and_sanitizers"}
+    assert record["complete"] == (change != "left out") and code == int(change == "failed")
+    assert record["sound"] == (change in ("", "absent")) and record.get("variants_failed", False) == (change == "failed")
+    assert ("host_time" in record) == (change != "absent") and record["everyday"] == PARTS["everyday"]
 
 
 def test_table_says_two_cards_and_names_the_sanitizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 from xml.etree import ElementTree
 
+import everyday
 import make_tables
 import record_shapes
 import speed_chart
@@ -13,6 +14,45 @@ import tables
 
 ROOT = make_tables.ROOT
 H100 = json.loads((ROOT / "bench" / "results" / "nvidia_h100_80gb_hbm3.json").read_text())
+OWN, ROUTED = {"forward": "sm90_512", "backward": "pipeline", "both": "sm90_512"}, dict.fromkeys(everyday.WAYS, "torch: flash")
+
+
+def call(kind: str, E: int, ratios: tuple[float, ...], kernels: dict[str, str], **other: Any) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": f"bfloat16 {kind} {E}", "kind": kind, "dtype": "bfloat16", "E": E, "S": 2048}
+    row |= {way: {"ours": 1.0, "torch": r, "ratio": r} for way, r in zip(everyday.WAYS, ratios, strict=False)}
+    return row | {"kernels": kernels, "torch_back_ends": dict.fromkeys(everyday.WAYS, "cudnn"), "torch_breaks": {}} | other
+
+
+CALLS = [
+    call("plain", 64, (1.0, 0.99, 1.01), ROUTED),
+    call("plain", 512, (4.0, 2.0, 3.0), OWN),
+    call("band", 64, (0.6, 1.5, 0.9), OWN, torch_breaks=dict.fromkeys(everyday.WAYS, "masked_rows")),
+    call("band", 512, (3.5,), OWN),
+    call("cross", 64, (1.0, 0.5, 0.7), ROUTED, S=77, torch_breaks=dict.fromkeys(everyday.WAYS[1:], "gradients")),
+    call("plain", 1024, (), OWN, torch_failed="out of memory", forward={"ours": 1.0}),
+]
+PARTS = {
+    "everyday": {
+        "rows": CALLS,
+        "summary": everyday.summary(CALLS),
+        "slower_below": 0.95,
+        "left_out": 2,
+        "torch_broken": {
+            "masked_rows": {"largest": 0.53},
+            "gradients": [{"S": S, "not_finite": S - 77, "of": 1000} for S in (77, 192, 1999)],
+        },
+    },
+    "variants": {
+        "rows": [
+            {"option": "causal", "E": 512, "ratio": 0.7, "limit": None, "within": True},
+            {"option": "causal", "E": 768, "ratio": 0.61, "limit": 0.65, "within": True},
+            {"option": "bias gradient", "E": 512, "ms_more": 2.25, "limit": 1.5, "within": False},
+            {"option": "bias gradient", "E": 768, "not_available": "out of memory"},
+        ],
+        "left_out": 3,
+    },
+    "host_time": [{"name": "tiny, no gradient", "ours": 16.0, "torch": 8.0}],
+}
 
 
 def text_of(name: str, record: dict[str, Any]) -> str:
@@ -43,7 +83,7 @@ def test_every_table_has_its_place_and_does_without_what_was_not_measured() -> N
     kept = ("card", "csrc_tree", "ceilings", "driver", "torch", "date", "error_rule", "gpu_tests", "sanitizer", "sound")
     bare = {key: H100[key] for key in kept} | {"forward": {name: H100["forward"][name] for name in ("d64", "dec512")}}
     for name in tables.TABLES.keys() - {"cpu"}:
-        whole, part = text_of(name, H100), text_of(name, bare)
+        whole, part = text_of(name, H100 | PARTS), text_of(name, bare)
         assert len(whole) > len(part) and "nan" not in whole, name
     assert "not sound" in tables.title(H100 | {"sound": False}) and "not sound" not in tables.title(H100 | {"sound": True})
 
@@ -72,6 +112,63 @@ def test_the_chart_shows_a_case_of_each_head_dim() -> None:
     assert sum(element.get("class") == "naive" for element in shapes) == len(points), "no bar where nothing was measured"
     text = " ".join(picture.itertext())
     assert H100["card"] in text and H100["csrc_tree"][:12] in text and "not measured at head dim 256" in text
+
+
+def test_own_kernels_stand_apart() -> None:
+    """In the chart's place of the default where that is PyTorch's, and in the tables next to it."""
+    forward = H100["forward"]
+    routed = forward["d128"] | {"kernel": "torch: cudnn", "ratio_to_torch": 1.01}
+    rates = {"attention_ext": {"tflops": 300.0, "ms": 1.0}, "torch": {"tflops": 600.0, "ms": 0.5}}
+    wide = forward["d128"] | {"rows": rates, "Ev": 64, "B": 99}
+    record = H100 | {"forward": forward | {"d128": routed, "d128 own": forward["d128"], "d128v64": wide}}
+    assert speed_chart.points(record) == speed_chart.points(H100)
+    text = text_of("chart", record)
+    assert "At head dims 128 `sdpa` runs PyTorch's kernels: 1.01 to 1.01 times as fast." in text
+    assert "`sdpa` runs" not in text_of("chart", H100)
+    lines = tables.forward_table(record | {"forward": {"d128": routed, "d128 own": forward["d128"] | {"Ev": 64}}})
+    assert "`torch: cudnn`" in lines[-2] and lines[-1].startswith("| d128 own |") and "128 (values 64), " in lines[-1]
+    highlights = tables.highlights_table(
+        H100 | {"forward": {"d128c own": forward["d128c"], "d128c": routed}, "backward": {}, "linear": {}}
+    )
+    assert len(highlights) == 3 and "by own kernels | 2.97 | 1.73 | 0.58" in highlights[-1]
+
+
+def test_everyday_calls() -> None:
+    text = text_of("everyday", PARTS)
+    line = (
+        "Everyday calls (`bench/everyday.py`) at least 0.95 times as fast as PyTorch's default: forward 4 of 5 (0.60 at the least, "
+    )
+    assert text.startswith(line) and "both 2 of 4 (0.70 at the least" in text.splitlines()[0]
+    assert text.splitlines()[0].endswith("Left out for want of time: 2.") and text.splitlines()[0] in text_of(
+        "highlights", H100 | PARTS
+    )
+    gradients = "gradients not finite: 0 of 1000 at S = 77, 115 of 1000 at S = 192"
+    rows = dict(line.strip("| ").split(" | ", 1) for line in text.splitlines() if line.startswith("| "))
+    assert rows["plain, bfloat16"] == "1.00 0.99 1.01 | 4.00 2.00 3.00"
+    assert rows["band, bfloat16"] == "0.60 1.50 0.90 | 3.50 |  | at 64: masked rows 0.53, not 0"
+    assert rows["cross, bfloat16"] == f"1.00 0.50 0.70 |  |  | at 64: {gradients}"
+    slower = [line for line in text.splitlines() if line.startswith("| bfloat16")]
+    assert slower == [
+        "| bfloat16 band 64 | forward | `sm90_512` | 1.00 | 0.600 | 0.60 | cudnn | masked rows 0.53, not 0 |",
+        "| bfloat16 band 64 | both | `sm90_512`, `pipeline` | 1.00 | 0.900 | 0.90 | cudnn | masked rows 0.53, not 0 |",
+        f"| bfloat16 cross 64 | backward alone | `torch: flash` | 1.00 | 0.500 | 0.50 | cudnn | {gradients} |",
+        f"| bfloat16 cross 64 | both | `torch: flash` | 1.00 | 0.700 | 0.70 | cudnn | {gradients} |",
+    ]
+    assert "Not measured: bfloat16 plain 1024: out of memory." in text
+    fast = PARTS["everyday"] | {"rows": CALLS[:2], "left_out": 0, "torch_broken": {"not_available": "x"}}
+    text = text_of("everyday", {"everyday": fast})
+    assert "None is slower." in text and "Left out" not in text and "Not measured" not in text
+    unknown = text_of("everyday", {"everyday": fast | {"rows": CALLS[2:5]}})
+    assert "masked rows, not measured" in unknown and "gradients not finite: not measured" in unknown
+
+
+def test_options_and_host_time() -> None:
+    lines = text_of("variants", PARTS).splitlines()
+    assert lines[0] == "| option, head dim | 512 | 768 |"
+    assert lines[2] == "| causal | 0.70 | 0.61 (limit 0.65) |"
+    assert lines[3] == "| bias gradient | **2.25 ms more** (limit 1.5) | not measured: out of memory |"
+    assert lines[-1] == "Left out for want of time: 3."
+    assert text_of("host_time", PARTS).splitlines()[-1] == "| tiny, no gradient | 16.0 | 8.0 | 0.50 |"
 
 
 def test_stages_in_their_table_and_without() -> None:
