@@ -21,9 +21,9 @@ int64_t rows_cost(const Problem& p, const DeviceInfo& card) {
   const int head_dim_class = rows_class(p.E, p.Ev);
   const RowsTileShape shape = rows_tile_shape(head_dim_class);
   const int64_t S = p.visible_keys(), group = std::min<int64_t>(p.key_group, kMostRows);
-  const RowsGrid grid = rows_grid(head_dim_class, p.N, static_cast<int>(group), p.L, card.sms);
-  int64_t block = grid.block_ns;
-  if (p.mask != MaskType::kNone || p.dropout) block += kMaskBlock;
+  const bool general = p.mask != MaskType::kNone || p.dropout;
+  const RowsGrid grid = rows_grid(head_dim_class, general, p.N, static_cast<int>(group), p.L, card.sms);
+  const int64_t block = grid.block_ns + (general ? kMaskBlock : 0);
   const int64_t tile = kTile + kTileStep * (shape.query_steps + shape.value_steps);
   const int64_t blocks = std::max<int64_t>(ceil_div(S, shape.keys), 1), longest = tile + times(blocks, block);
   int64_t busy = times(grid.rounds, longest);

@@ -48,14 +48,15 @@ struct RowsGrid {
   int64_t block_ns;
 };
 
-// Up to head dim 64 a third warpgroup fits, whose softmax hides under the others' products; not where its rows would be empty.
-inline RowsGrid rows_grid(int head_dim_class, int64_t N, int group, int64_t L, int64_t sms) {
+// Up to head dim 64 a third warpgroup fits, whose softmax hides under the others' products; not where its rows would be empty, nor
+// the registers of the general instance, that for masks and dropout.
+inline RowsGrid rows_grid(int head_dim_class, bool general, int64_t N, int group, int64_t L, int64_t sms) {
   const auto grid = [&](int rows, int64_t block_ns) {
     const int64_t tiles = N / group * ceil_div(L * group, rows_of_tile(rows, group));
     return RowsGrid{rows, tiles, ceil_div(tiles, sms), block_ns};
   };
   const RowsGrid narrow = grid(128, rows_tile_shape(head_dim_class).block_ns), wide = grid(192, 1700);
-  return head_dim_class == 64 && wide.rounds * wide.block_ns < narrow.rounds * narrow.block_ns ? wide : narrow;
+  return head_dim_class == 64 && !general && wide.rounds * wide.block_ns < narrow.rounds * narrow.block_ns ? wide : narrow;
 }
 
 }  // namespace attention_ext

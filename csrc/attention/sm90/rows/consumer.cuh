@@ -107,9 +107,8 @@ class RowsConsumer {
       rows_[half] = no_reference();
       sum_[half] = 0.0f;
       if constexpr (kGeneral) {
-        if (threadIdx.x % 4 == 0) {
-          shared_.mask_row[row_ + 8 * half] = work_->offset_of_row(p_.batch, p_.mask, work_->mask, row_ + 8 * half);
-        }
+        // All four lanes of a row: a condition would take a register for the tile.
+        shared_.mask_row[row_ + 8 * half] = work_->offset_of_row(p_.batch, p_.mask, work_->mask, row_ + 8 * half);
       }
     }
     if constexpr (kGeneral) __syncwarp();  // the warp's rows of the mask are written
@@ -142,14 +141,6 @@ class RowsConsumer {
   // out_ += P V of the values next in the ring, begun; waits for them.
   __device__ __forceinline__ void add_values() {
     wait(shared_.value_full, value_place_);
-    if constexpr (kGeneral) {
-      // Values from the batch row's last key on are not to be read, whatever memory holds there: a weight of 0 would not hide NaN.
-      const int seen = work_->keys - weighted_ * Tile::kN;
-      if (p_.sequence.key_lengths != nullptr && seen < Tile::kN) {
-        clear_rows(shared_address(shared_.value[value_place_.slot][0]), Tile::kValueSteps, Tile::kN, seen,
-                   kBarrierRowsOwn + consumer_);
-      }
-    }
     wgmma_fence();
     const uint32_t s_value = shared_address(shared_.value[value_place_.slot][0]);
 #pragma unroll
@@ -173,6 +164,15 @@ class RowsConsumer {
     release(shared_.key_empty, key_place_);
     softmax<true>(block);
     pack_weights(block);
+    if constexpr (kGeneral) {
+      // Values from the batch row's last key on are not to be read, whatever memory holds there: a weight of 0 would not hide NaN.
+      const int seen = work_->keys - block * Tile::kN;
+      if (p_.sequence.key_lengths != nullptr && seen < Tile::kN) {
+        wait(shared_.value_full, value_place_);
+        clear_rows(shared_address(shared_.value[value_place_.slot][0]), Tile::kValueSteps, Tile::kN, seen,
+                   kBarrierRowsOwn + consumer_);
+      }
+    }
   }
 
   // The scores of a block, while the values of the block before it are multiplied.
@@ -228,7 +228,6 @@ class RowsConsumer {
 
   // A result of wgmma and an operand of it in registers lie alike.
   __device__ __forceinline__ void pack_weights(int block) {
-    weighted_ = block;
     if constexpr (kGeneral) {
       if (p_.dropout.seed != nullptr) drop_weights(block);
     }
@@ -267,7 +266,7 @@ class RowsConsumer {
     for (int half = 0; half < 2; ++half) {
       const int row = row_ + 8 * half;
       const float sum = warp_sum<4>(sum_[half]);
-      if (threadIdx.x % 4 == 0 && row < work_->rows) {
+      if (col_ == 0 && row < work_->rows) {
         // Rounded, as the compiler would otherwise fuse the product into the sum for one of the two rows and not for the other.
         static_cast<float*>(p_.lse.data)[work_->offset_of_row(p_.batch, p_.lse, work_->lse, row)] =
             log_sum_exp(__fmul_rn(rows_[half].reference, scale), sum);
@@ -302,7 +301,6 @@ class RowsConsumer {
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
   int row_, col_;  // of this thread's first element in the tile's scores; the other row is 8 below
-  int weighted_;   // the block of weights_
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];
   RowReference rows_[2];

@@ -53,24 +53,20 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64
   return cudaGetLastError();
 }
 
-template <int kClass, int kRows>
-cudaError_t launch_rows_typed(const ForwardParams& params, const RowsGrid& grid, int64_t sms, cudaStream_t stream) {
-  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr ||
-                       params.sequence.key_lengths != nullptr || !scales_exponents(static_cast<float>(params.scale));
-  return dispatch_half_type(params.type, [&](auto element) {
-    using Tile = RowsTile<decltype(element), kClass, kRows>;
-    return general ? launch_rows<Tile, true>(params, grid, sms, stream) : launch_rows<Tile, false>(params, grid, sms, stream);
-  });
-}
-
 template <int kClass>
 cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) {
+  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr ||
+                       params.sequence.key_lengths != nullptr || !scales_exponents(static_cast<float>(params.scale));
   const int64_t sms = current_device_info().sms;
-  const RowsGrid grid = rows_grid(kClass, params.N, params.key.group, params.L, sms);
-  if constexpr (kClass == 64) {
-    if (grid.rows == 192) return launch_rows_typed<kClass, 192>(params, grid, sms, stream);
-  }
-  return launch_rows_typed<kClass, 128>(params, grid, sms, stream);
+  const RowsGrid grid = rows_grid(kClass, general, params.N, params.key.group, params.L, sms);
+  return dispatch_half_type(params.type, [&](auto element) {
+    using T = decltype(element);
+    if constexpr (kClass == 64) {
+      if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, false>(params, grid, sms, stream);
+    }
+    using Tile = RowsTile<T, kClass, 128>;
+    return general ? launch_rows<Tile, true>(params, grid, sms, stream) : launch_rows<Tile, false>(params, grid, sms, stream);
+  });
 }
 
 }  // namespace attention_ext

@@ -32,6 +32,7 @@ class RowsProducer {
       int before = -1;
 #pragma unroll 1
       for (int block = work_.blocks() - 1; block >= 0; --block) {
+        if (kGeneral && p_.mask_type != MaskType::kNone && !scouted_visible()) continue;
         load(shared_.key_full, shared_.key_empty, shared_.key, key_place_, &maps_.key, shared_.key_box, block, block);
         if (before >= 0) load_values(before);
         before = block;
@@ -48,6 +49,16 @@ class RowsProducer {
 
  private:
   using Place = RingPlace<Tile::kStages>;
+
+  // What a scout says of the next block.
+  __device__ __forceinline__ bool scouted_visible() {
+    const int slot = scouted_.slot;
+    mbarrier_wait(shared_address(&shared_.scouted_full[slot]), scouted_.parity);
+    const bool visible = shared_.scouted[slot] != 0;
+    mbarrier_arrive(shared_address(&shared_.scouted_empty[slot]));
+    scouted_.advance();
+    return visible;
+  }
 
   template <int kSteps>
   __device__ __forceinline__ void load(uint64_t* full, uint64_t* empty,
@@ -77,6 +88,7 @@ class RowsProducer {
   typename Tile::Shared& shared_;
   RowsWork<Tile>& work_;
   Place key_place_, value_place_;
+  RingPlace<Tile::kScouted> scouted_;
 };
 
 // Says what the consumers work on, and loads the query tiles; columns from E on and queries from L on become zeros. One thread.
