@@ -146,8 +146,8 @@ def breach(call: Everyday, way: str, back_end: str) -> str:
         return ""
     if call.case.mask in BOOL_MASKS:
         return "masked_rows"
-    open_ended = call.case.mask is None and not call.case.causal and call.case.S % 128 != 0
-    return "gradients" if open_ended and way != "forward" else ""
+    plain = call.case.mask is None and not call.case.causal
+    return "gradients" if plain and way != "forward" and call.case.S % 128 else ""
 
 
 def measure(call: Everyday) -> dict[str, Any]:
