@@ -51,7 +51,7 @@ KeyValueSums plan_sums(const BackwardParams& params, int64_t group, int64_t widt
   const bool whole = shape.batches % group == 0;  // groups
   const bool enough = shape.batches / heads * tiles >= kEnoughCtas || heads * shape.rows < 2 * kFewRows;
   KeyValueSums sums = {};
-  if (!enough || heads * shape.rows > most_rows || (!whole && group % heads != 0)) {
+  if (!enough || heads * shape.rows > most_rows || (!whole && group % shape.batches != 0)) {
     const int64_t wanted = std::min({kEnoughCtas / std::max(shape.batches * tiles, int64_t{1}), shape.rows / kFewRows,
                                      room / std::max(part_bytes, int64_t{1})});
     sums.row_parts = std::max({wanted, ceil_div(shape.rows, most_rows), int64_t{1}});
