@@ -89,7 +89,7 @@ bool plan_joint(const BackwardParams& params, int64_t bytes_for_slices, int64_t 
   const int64_t carry = params.L * carry_row_bytes(params.S, params.E, element);
   while (most > 0) {
     int64_t batches = even_piece(params.N, most, 1, 1);
-    const int64_t whole = batches / group * group;
+    const int64_t whole = batches < group ? 0 : even_piece(params.N / group, batches / group, 1, 1) * group;
     if (4 * whole >= 3 * batches) batches = whole;
     plan.by_rows = {batches, params.L, params.S};
     plan.carry_at = plan.arrays_at + 2 * plan.by_rows.array_bytes(element);
