@@ -1,6 +1,7 @@
 """Gradients of key and value: sums over the query rows of all heads of a group, in parts where they are many."""
 
 import pytest
+import reference
 import torch
 
 OPS = torch.ops.attention_ext
@@ -73,3 +74,45 @@ def test_all_that_backward_takes_is_under_the_cap(E: int) -> None:
     """delta and norm of 100,000 rows, what the allocator adds to a large block, and slices."""
     query, key, value = (torch.randn(1, 1, 100_000, E, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     assert CAP // 2 < backward_extra(query, key, value) <= CAP
+
+
+def float64_gradients(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> list[torch.Tensor]:
+    inputs = [t.double().requires_grad_() for t in (query, key, value)]
+    out, _ = reference.attention(*inputs, causal=causal, gqa=True, device="cuda")
+    return list(torch.autograd.grad(out, inputs, torch.ones_like(out)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("matrices", [1.5, 2.5, 3.5, 4.5, 5.5, 7.5])
+@pytest.mark.parametrize("heads", [(6, 2, 2), (6, 1, 1), (8, 4, 2), (6, 3, 2), (5, 5, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_slices_cut_groups(
+    dtype: torch.dtype, heads: tuple[int, int, int], matrices: float, causal: bool, poison_all: None
+) -> None:
+    """The sum of a key head goes on from slice to slice, wherever these end."""
+    hq, hk, hv = heads
+    query = torch.randn(2, hq, 260, 40, device="cuda", dtype=dtype)
+    key, value = torch.randn(2, hk, 300, 40, device="cuda", dtype=dtype), torch.randn(2, hv, 300, 24, device="cuda", dtype=dtype)
+    rows, sums = 2 * hq * 2 * 260 * 4, 300 * (40 + 24) * 4  # two numbers of each row, what is carried of one key head
+    cap = int(matrices * 2 * 260 * 304 * dtype.itemsize) + rows + sums
+    got, again = (backward(query, key, value, causal, workspace_bytes=cap) for _ in range(2))
+    limit = (4 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps
+    for a, b, want in zip(got, again, float64_gradients(query, key, value, causal), strict=True):
+        assert torch.equal(a, b)
+        assert (a.double() - want).norm() <= limit * want.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+def test_few_key_heads_and_many_rows(dtype: torch.dtype, heads: tuple[int, int], causal: bool, poison_all: None) -> None:
+    """Too few tiles for a card: CTAs share the rows of a query head, some of which see no key of a tile."""
+    query = torch.randn(1, heads[0], 3000, 24, device="cuda", dtype=dtype)
+    key, value = (torch.randn(1, heads[1], 1030, 24, device="cuda", dtype=dtype) for _ in range(2))
+    got, again = (backward(query, key, value, causal) for _ in range(2))
+    limit = (4 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps
+    for a, b, want in zip(got, again, float64_gradients(query, key, value, causal), strict=True):
+        assert torch.equal(a, b)
+        assert (a.double() - want).norm() <= limit * want.norm()

@@ -51,7 +51,7 @@ KeyValueSums plan_sums(const BackwardParams& params, int64_t group, int64_t widt
   const bool whole = shape.batches % group == 0;  // groups
   const bool enough = shape.batches / heads * tiles >= kEnoughCtas || heads * shape.rows < 2 * kFewRows;
   KeyValueSums sums = {};
-  if (!enough || heads * shape.rows > most_rows || (!whole && group % heads != 0)) {
+  if (!enough || heads * shape.rows > most_rows || (!whole && group % shape.batches != 0)) {
     const int64_t wanted = std::min({kEnoughCtas / std::max(shape.batches * tiles, int64_t{1}), shape.rows / kFewRows,
                                      room / std::max(part_bytes, int64_t{1})});
     sums.row_parts = std::max({wanted, ceil_div(shape.rows, most_rows), int64_t{1}});
@@ -89,7 +89,7 @@ bool plan_joint(const BackwardParams& params, int64_t bytes_for_slices, int64_t 
   const int64_t carry = params.L * carry_row_bytes(params.S, params.E, element);
   while (most > 0) {
     int64_t batches = even_piece(params.N, most, 1, 1);
-    const int64_t whole = batches / group * group;
+    const int64_t whole = batches < group ? 0 : even_piece(params.N / group, batches / group, 1, 1) * group;
     if (4 * whole >= 3 * batches) batches = whole;
     plan.by_rows = {batches, params.L, params.S};
     plan.carry_at = plan.arrays_at + 2 * plan.by_rows.array_bytes(element);
