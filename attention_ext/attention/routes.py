@@ -9,13 +9,9 @@ __all__ = ["ROUTES"]
 ROUTES: dict[tuple[int, int], dict[tuple[str, str, bool], tuple[tuple[str, int], ...]]] = {
     # NVIDIA H200, torch 2.11.0, cuDNN 9.19: bench/results/backends_nvidia_h200.json
     (9, 0): {
-        ("half", "plain", False): (("cudnn", 256), ("flash", 96)),
-        ("half", "plain, one query", False): (("cudnn", 128), ("flash", 128)),
-        ("half", "plain, another width of values", False): (("cudnn", 192),),
-        ("half", "causal", False): (("cudnn", 256), ("flash", 96)),
-        ("half", "causal, another width of values", False): (("cudnn", 192),),
-        ("half", "causal, L and S apart", False): (("cudnn", 256), ("flash", 96)),
-        ("half", "bool mask", False): (("cudnn", 128),),
+        ("half", "plain", False): (("cudnn", 32),),
+        ("half", "plain, one query", False): (("cudnn", 128), ("flash", 64)),
+        ("half", "bool mask", False): (("cudnn", 32),),
         ("half", "plain", True): (("cudnn", 256), ("flash", 256), ("efficient", 32)),
         ("half", "plain, another width of values", True): (("cudnn", 192), ("efficient", 128)),
         ("half", "causal", True): (("cudnn", 256), ("flash", 256), ("efficient", 128)),

@@ -71,6 +71,7 @@ bool assign(Problem& p, const std::string& name, int64_t value) {
                  {"type", &p.type},
                  {"mask", &p.mask},
                  {"mask_rows", &p.mask_rows},
+                 {"mask_matrices", &p.mask_matrices},
                  {"causal", &p.causal},
                  {"dropout", &p.dropout}},
                 name, value) ||

@@ -61,6 +61,13 @@ int64_t slices_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) 
   if (p.N == 0 || p.L == 0) return 0;
   return forward_slices(p.N, p.L, p.visible_keys(), p.Ev, element_bytes(p.type), cap, kWgmma, card.sms).bytes;
 }
+// What a mask shows, a byte for each block of keys.
+int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
+  const int keys = rows_tile_shape(rows_class(p.E, p.Ev)).keys;
+  const RowsMarkSizes sizes = rows_mark_sizes(p.mask != MaskType::kNone, p.mask_rows ? p.L : 1, p.S, keys);
+  const int64_t bytes = times(sizes.cells, p.mask_matrices);
+  return bytes <= cap && bytes < int64_t{1} << 31 ? bytes : 0;
+}
 int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 
 }  // namespace
@@ -68,7 +75,7 @@ int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 const ForwardTable kForwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, slices_workspace<false>,
      [](const Problem& p, const DeviceInfo& card, int64_t cap) { return pipeline_cost(p, card, cap, false); }},
-    {"sm90_256", 90, [](const Problem& p) { return fused_refuses(p, kMost256, kMost256, kMostRows); }, nullptr, no_workspace,
+    {"sm90_256", 90, [](const Problem& p) { return fused_refuses(p, kMost256, kMost256, kMostRows); }, nullptr, rows_workspace,
      [](const Problem& p, const DeviceInfo& card, int64_t) {
        return std::max(p.E, p.Ev) > kMost256 ? kNoCost : rows_cost(p, card);
      }},

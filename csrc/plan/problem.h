@@ -17,7 +17,8 @@ struct Problem {
   int64_t batch_dims = 1;                  // that strides keep apart
   DataType type = DataType::kHalf;
   MaskType mask = MaskType::kNone;
-  bool mask_rows = false;  // rows of the mask differ; else one row serves all queries
+  bool mask_rows = false;     // rows of the mask differ; else one row serves all queries
+  int64_t mask_matrices = 1;  // that the mask has of its own
   bool causal = false, dropout = false;
   Operand query, key, value;
 

@@ -24,11 +24,11 @@ struct RowsTileShape {
 // Class 160: E up to 192 and Ev up to 128.
 constexpr RowsTileShape rows_tile_shape(int head_dim_class) {
   switch (head_dim_class) {
-    case 64: return {1, 1, 128, 4, true, true, 1350};     // at most 24 + 4 x 32 + 24 KB
-    case 128: return {2, 2, 128, 2, true, true, 1600};    // 32 + 2 x 64 + 16 KB
-    case 160: return {3, 2, 128, 2, true, true, 1850};    // 48 + 2 x 80 + 16 KB
-    case 192: return {3, 3, 112, 2, false, false, 1970};  // 48 + 2 x 84 KB
-    default: return {4, 4, 80, 2, false, false, 1820};    // 64 + 2 x 80 KB
+    case 64: return {1, 1, 128, 4, true, true, 1350};    // at most 24 + 4 x 32 + 24 KB
+    case 128: return {2, 2, 128, 2, true, true, 1600};   // 32 + 2 x 64 + 16 KB
+    case 160: return {3, 2, 128, 2, true, true, 1850};   // 48 + 2 x 80 + 16 KB
+    case 192: return {3, 3, 112, 2, true, false, 1970};  // 48 + 2 x 84 KB
+    default: return {4, 4, 80, 2, false, false, 1820};   // 64 + 2 x 80 KB
   }
 }
 
@@ -57,6 +57,19 @@ inline RowsGrid rows_grid(int head_dim_class, bool general, int64_t N, int group
   };
   const RowsGrid narrow = grid(128, rows_tile_shape(head_dim_class).block_ns), wide = grid(192, 1700);
   return head_dim_class == 64 && !general && wide.rounds * wide.block_ns < narrow.rounds * narrow.block_ns ? wide : narrow;
+}
+
+// Of a mask, what is hidden is looked up in advance (attention/sm90/rows/mark.cuh): for so many queries and a block of keys.
+constexpr int kMarkedRows = 64;
+
+struct RowsMarkSizes {
+  int64_t rows, blocks;
+  int64_t cells;  // of a matrix, bytes; 0: nothing is looked up
+};
+constexpr RowsMarkSizes rows_mark_sizes(bool masked, int64_t L, int64_t S, int keys) {
+  RowsMarkSizes sizes = {ceil_div(L, kMarkedRows), ceil_div(S, keys), 0};
+  if (masked && S >= 4 * keys) sizes.cells = sizes.rows * sizes.blocks;  // of fewer blocks few can be left out
+  return sizes;
 }
 
 }  // namespace attention_ext

@@ -118,6 +118,7 @@ class RowsConsumer {
   __device__ __forceinline__ int next_block() {
     wait(shared_.key_full, key_place_);
     const int block = shared_.block[key_place_.slot];
+    unmasked_ = shared_.unmasked[key_place_.slot];
     if (block < 0) {
       __syncwarp();  // all lanes have read it
       release(shared_.key_empty, key_place_);
@@ -203,7 +204,8 @@ class RowsConsumer {
     const int first_key = block * Tile::kN + col_;
     const float scale = static_cast<float>(p_.scale), unit = kGeneral ? kLog2E : scale * kLog2E;
     if constexpr (kGeneral) {
-      scale_and_mask<T>(scores_, scale, p_.mask, p_.mask_type, shared_.mask_row + row_, first_key, work_->keys);
+      const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
+      scale_and_mask<T>(scores_, scale, p_.mask, type, shared_.mask_row + row_, first_key, work_->keys);
     }
     if constexpr (kMasked) {
 #pragma unroll
@@ -301,6 +303,7 @@ class RowsConsumer {
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
   int row_, col_;  // of this thread's first element in the tile's scores; the other row is 8 below
+  bool unmasked_;  // whether the block's scores are as they come
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];
   RowReference rows_[2];

@@ -5,8 +5,8 @@
 //   S_j = Q K_j^T begins, O += P_{j+1} V_{j+1} begins | S_j is there: softmax, P_j | O is there: rescaled; P_j as its next operand
 // P stays in registers: a result of wgmma lies there as an operand of it does. Products of one warpgroup run under the softmax of
 // the others: where they are short, up to head dim 192, warpgroups take turns at issuing them, so that they stay out of step.
-// A fourth or third warpgroup's threads load: keys and values in rings of their own, and the query tiles. With a mask two of its
-// warps look ahead, and blocks of keys that none of the tile's rows sees are left out.
+// A fourth or third warpgroup's threads load: keys and values in rings of their own, and the query tiles. Blocks of keys that
+// a mask hides from all of the tile's rows are left out (mark.cuh).
 // CTAs stay and take tile after tile (RowsOrder); the next tile's operands come while this one ends.
 // The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
 // wait_for_prerequisites nothing is read or written but shared memory and parameters.
@@ -16,14 +16,14 @@
 #include "attention/params.h"
 #include "attention/sm90/rows/consumer.cuh"
 #include "attention/sm90/rows/producer.cuh"
-#include "attention/sm90/rows/scout.cuh"
 #include "device/sm90/dependent_launch.cuh"
 
 namespace attention_ext {
 
 template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMaps maps, RowsOrder order) {
+    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMaps maps,
+                        const __grid_constant__ RowsMarks marks, RowsOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -40,10 +40,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), 4 * Tile::kConsumers);
     mbarrier_init(shared_address(&shared.value_empty[threadIdx.x]), 4 * Tile::kConsumers);
     if (threadIdx.x == 0) {
-      for (int slot = 0; kGeneral && slot < Tile::kScouted; ++slot) {
-        mbarrier_init(shared_address(&shared.scouted_full[slot]), 1);
-        mbarrier_init(shared_address(&shared.scouted_empty[slot]), 1);
-      }
       mbarrier_init(shared_address(&shared.query_full), 1);
       mbarrier_init(shared_address(&shared.query_empty), 4 * Tile::kConsumers);
     }
@@ -54,12 +50,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::producer_registers(kGeneral)>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-    if constexpr (kGeneral) {
-      if (warp >= 2 && p.mask_type != MaskType::kNone) RowsScout<Tile>(p, shared, warp - 2).run(order);
-    }
     if (!elect_thread()) return;
     if (warp == 0) {
-      RowsProducer<Tile, kGeneral>(p, maps, shared).run(order);
+      RowsProducer<Tile, kGeneral>(p, maps, marks, shared).run(order);
     } else if (warp == 1) {
       load_query_rows<Tile>(p, maps, shared, order);
     }

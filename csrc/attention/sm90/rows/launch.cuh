@@ -10,6 +10,29 @@
 
 namespace attention_ext {
 
+// The marks of a call's mask, in the workspace; none where the plan gives none (plan/forward.cpp).
+template <class Tile>
+cudaError_t mark(const ForwardParams& params, RowsMarks& marks, cudaStream_t stream) {
+  marks.data = static_cast<uint8_t*>(params.workspace);
+  if (marks.data == nullptr) return cudaSuccess;
+  const int64_t rows = params.mask.row_stride == 0 ? 1 : params.L;
+  const RowsMarkSizes sizes = rows_mark_sizes(true, rows, params.S, Tile::kN);
+  marks.rows = static_cast<int>(sizes.rows);
+  marks.blocks = static_cast<int>(sizes.blocks);
+  int64_t matrices = 1;
+  for (int dim = params.batch.count - 1; dim >= 0; --dim) {
+    const bool own = params.mask.batch_stride[dim] != 0 && params.batch.size[dim] > 1;
+    marks.batch_stride[dim] = own ? matrices * marks.rows * marks.blocks : 0;
+    if (own) matrices *= params.batch.size[dim];
+  }
+  marks.matrices = static_cast<int>(matrices);
+  marks.whole =
+      params.mask_type == MaskType::kBool && params.N >= 4 * matrices;  // else reading it all costs as much as it saves
+  const int64_t cells = matrices * marks.rows * marks.blocks;
+  rows_mark_kernel<typename Tile::T, Tile::kN><<<static_cast<unsigned>(ceil_div(cells, 4)), 128, 0, stream>>>(params, marks);
+  return cudaGetLastError();
+}
+
 template <class Tile, bool kGeneral>
 cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64_t sms, cudaStream_t stream) {
   RowsMaps maps;
@@ -37,6 +60,12 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64
   const RowsOrder order = {static_cast<uint32_t>(grid.tiles),
                            params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1};
 
+  RowsMarks marks = {};
+  if constexpr (kGeneral) {
+    status = mark<Tile>(params, marks, stream);
+    if (status != cudaSuccess) return status;
+  }
+
   // In one wave: start while the kernel before still runs; the kernel waits for it (wait_for_prerequisites). In more, later CTAs
   // start late anyhow.
   cudaLaunchAttribute overlap{};
@@ -49,7 +78,7 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = grid.rounds == 1 ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, params, maps, order);
+  cudaLaunchKernelEx(&config, kernel, params, maps, marks, order);
   return cudaGetLastError();
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/sm90/rows/mark.cuh"
 #include "attention/sm90/rows/tile.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/mbarrier.cuh"
@@ -19,8 +20,9 @@ struct RowsMaps {
 template <class Tile, bool kGeneral>
 class RowsProducer {
  public:
-  __device__ __forceinline__ RowsProducer(const ForwardParams& p, const RowsMaps& maps, typename Tile::Shared& shared)
-      : p_(p), maps_(maps), shared_(shared), work_(shared.producer_work) {}
+  __device__ __forceinline__ RowsProducer(const ForwardParams& p, const RowsMaps& maps, const RowsMarks& marks,
+                                          typename Tile::Shared& shared)
+      : p_(p), maps_(maps), marks_(marks), shared_(shared), work_(shared.producer_work) {}
 
   __device__ __forceinline__ void run(const RowsOrder& order) {
     RowsPlaces places(order.tiles);
@@ -29,11 +31,18 @@ class RowsProducer {
       work_.init(p_, order, places.place());
       set_batch(shared_.key_box, p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value_box, p_.batch, p_.value, work_.n_group * work_.group);
+      if constexpr (kGeneral) {
+        if (marks_.data != nullptr) find_marks();
+      }
       int before = -1;
 #pragma unroll 1
       for (int block = work_.blocks() - 1; block >= 0; --block) {
-        if (kGeneral && p_.mask_type != MaskType::kNone && !scouted_visible()) continue;
-        load(shared_.key_full, shared_.key_empty, shared_.key, key_place_, &maps_.key, shared_.key_box, block, block);
+        int shows = p_.mask_type == MaskType::kNone ? kAllShown : kSomeShown;
+        if constexpr (kGeneral) {
+          if (marks_.data != nullptr) shows = shown(block);
+          if (shows == kNothingShown) continue;
+        }
+        load(shared_.key_full, shared_.key_empty, shared_.key, key_place_, &maps_.key, shared_.key_box, block, shows);
         if (before >= 0) load_values(before);
         before = block;
       }
@@ -50,25 +59,50 @@ class RowsProducer {
  private:
   using Place = RingPlace<Tile::kStages>;
 
-  // What a scout says of the next block.
-  __device__ __forceinline__ bool scouted_visible() {
-    const int slot = scouted_.slot;
-    mbarrier_wait(shared_address(&shared_.scouted_full[slot]), scouted_.parity);
-    const bool visible = shared_.scouted[slot] != 0;
-    mbarrier_arrive(shared_address(&shared_.scouted_empty[slot]));
-    scouted_.advance();
-    return visible;
+  // Where the cells of the group's first head begin.
+  __device__ __forceinline__ void find_marks() {
+    uint32_t n = work_.n_group * work_.group;
+    marked_ = 0;
+#pragma unroll 1
+    for (int dim = p_.batch.count - 1; dim >= 0; --dim) {
+      uint32_t index = n;
+      if (dim > 0) divide(n, p_.batch.size[dim], n, index);
+      marked_ += index * marks_.batch_stride[dim];
+    }
+  }
+
+  // What the mask shows of a block to the tile's rows.
+  __device__ __forceinline__ int shown(int block) const {
+    const int head_stride = static_cast<int>(marks_.batch_stride[p_.batch.count - 1]);
+    const int heads = head_stride == 0 ? 1 : work_.group;
+    const bool same = marks_.rows == 1;
+    const int first = same ? 0 : work_.query_of(0) / kMarkedRows,
+              last = same ? 0 : work_.query_of(work_.rows - 1) / kMarkedRows;
+    int least = kAllShown, most = kNothingShown;
+#pragma unroll 1
+    for (int head = 0; head < heads; ++head) {
+#pragma unroll 1
+      for (int row = first; row <= last; ++row) {
+        const int cell = marks_.data[marked_ + head * head_stride + static_cast<int64_t>(row) * marks_.blocks + block];
+        least = min(least, cell);
+        most = max(most, cell);
+      }
+    }
+    return least == kAllShown ? kAllShown : most == kNothingShown ? kNothingShown : kSomeShown;
   }
 
   template <int kSteps>
   __device__ __forceinline__ void load(uint64_t* full, uint64_t* empty,
                                        typename Tile::T (&stages)[Tile::kStages][kSteps][Tile::kN * Tile::kStep], Place& place,
-                                       const CUtensorMap* map, const TensorPosition& at, int block, int mark) {
+                                       const CUtensorMap* map, const TensorPosition& at, int block, int shows) {
     TensorPosition box = at;
     box.at[1] = block * Tile::kN;
     mbarrier_wait(shared_address(&empty[place.slot]), place.parity ^ 1);
     if constexpr (kGeneral) {
-      if (mark >= 0) shared_.block[place.slot] = mark;
+      if (shows >= 0) {  // these are keys
+        shared_.block[place.slot] = block;
+        shared_.unmasked[place.slot] = shows == kAllShown;
+      }
     }
     const uint32_t s_full = shared_address(&full[place.slot]);
     mbarrier_arrive_expect_bytes(s_full, sizeof(stages[0]));
@@ -85,10 +119,11 @@ class RowsProducer {
 
   const ForwardParams& p_;
   const RowsMaps& maps_;
+  const RowsMarks& marks_;
   typename Tile::Shared& shared_;
   RowsWork<Tile>& work_;
   Place key_place_, value_place_;
-  RingPlace<Tile::kScouted> scouted_;
+  int64_t marked_ = 0;  // the tile's first head in marks_
 };
 
 // Says what the consumers work on, and loads the query tiles; columns from E on and queries from L on become zeros. One thread.

@@ -98,7 +98,7 @@ struct RowsTile {
   static constexpr int kStages = kShape.stages;
   static constexpr bool kTurns = kShape.turns;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // A consumer thread's and a producer's; the general instance's producers look through masks.
+  // A consumer thread's and a producer's; the general instance's producer looks up hidden blocks.
   static constexpr int consumer_registers(bool general) { return kConsumers == 3 ? 160 : general ? 232 : 240; }
   static constexpr int producer_registers(bool general) { return kConsumers == 3 ? 32 : general ? 40 : 24; }
   static_assert(128 * (kConsumers * consumer_registers(true) + producer_registers(true)) <= 65536,
@@ -107,7 +107,6 @@ struct RowsTile {
   static constexpr bool kOwnStrips = kShape.own_strips;
 
   static constexpr int kWorks = 3;
-  static constexpr int kScouts = 2, kScouted = 8;  // warps; blocks that they are ahead of the loads at most
 
   // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
   struct Shared {
@@ -119,14 +118,12 @@ struct RowsTile {
     // Of the producer of keys and values; of the consumers, which the query's producer writes: while it writes the one after next
     // they may still be in the one before.
     RowsWork<RowsTile> producer_work, work[kWorks];
-    RowsWork<RowsTile> scout_work[kScouts];
     TensorPosition key_box, value_box;
-    int64_t mask_row[kM];   // offset of the mask's row, where there is a mask
-    int block[kStages];     // that a stage holds the keys of, -1 after the last one; in the general instance
-    int scouted[kScouted];  // whether a block is visible to any row, where there is a mask
-    uint64_t scouted_full[kScouted], scouted_empty[kScouted];  // a scout's lane arrives; the producer of keys and values does
-    uint64_t query_full;                                       // TMA arrives with the query's bytes; the consumers wait
-    uint64_t query_empty;                                      // the consumers' warps arrive; the query's producer waits
+    int64_t mask_row[kM];    // offset of the mask's row, where there is a mask
+    int block[kStages];      // that a stage holds the keys of, -1 after the last one; in the general instance
+    bool unmasked[kStages];  // whether the mask shows all of that block to all of the tile
+    uint64_t query_full;     // TMA arrives with the query's bytes; the consumers wait
+    uint64_t query_empty;    // the consumers' warps arrive; the query's producer waits
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
