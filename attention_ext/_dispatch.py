@@ -14,8 +14,9 @@ import torch
 from ._log import log_wanted
 from ._torch_private import BELOW_AUTOGRAD, below_autograd, keyset
 
-__all__ = ["call_kernel", "redispatch", "register_operator"]
+__all__ = ["CUDA", "call_kernel", "redispatch", "register_operator"]
 
+CUDA = keyset("CUDA")  # of plain tensors there, below autograd
 _KERNELS = BELOW_AUTOGRAD - keyset("BackendSelect")
 _Function = Callable[..., Any]
 _SENTENCE = re.compile(r"^attention_ext: out of memory: (\d+) bytes on (cuda:\d+)")

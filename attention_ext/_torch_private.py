@@ -6,7 +6,7 @@ Nothing else in the package names one, so that a release that moves one is met h
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +36,14 @@ below_keys: Callable[[Any], Any] = torch._C._ExcludeDispatchKeyGuard
 def keyset(name: str) -> Any:
     """The set of one dispatch key, by its name."""
     return torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, name))
+
+
+def keyset_of(tensors: Iterable[Tensor | None]) -> Any:
+    """The keys by which the dispatcher runs a call of these tensors here and now."""
+    keys = torch._C._dispatch_tls_local_include_set()
+    for tensor in tensors:
+        keys = keys if tensor is None else keys | torch._C._dispatch_keys(tensor)
+    return keys - torch._C._dispatch_tls_local_exclude_set()
 
 
 AUTOCAST = {"cpu": keyset("AutocastCPU"), "cuda": keyset("AutocastCUDA")}
@@ -86,6 +94,25 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
+def undisturbed() -> bool:
+    """Whether operators on plain tensors mean just what they say: no TorchDispatchMode, transform or forward-mode AD is active."""
+    return not (_modes() or _stack() or forward_ad._current_level >= 0)
+
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_stack: Callable[[], Any] = torch._C._functorch.get_interpreter_stack
+
+
+def called_plainly() -> bool:
+    """Whether nothing stands between a call of an operator with plain tensors and its function: autocast, a mode, a trace."""
+    return not (_autocast() or _function_modes() or _tracing())
+
+
+_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_tracing: Callable[[], Any] = torch._C._get_tracing_state
+
+
 class SdpSettings(NamedTuple):
     """What a user may set for PyTorch's attention in the whole process."""
 
@@ -98,8 +125,9 @@ class SdpSettings(NamedTuple):
     flash_replaced: bool  # by FlashAttention 3 or 4, which torch.nn.attention puts in the place of the operator
 
 
-def sdp_settings() -> SdpSettings:
-    return SdpSettings(
+def sdp_settings() -> tuple[Any, ...]:
+    """The fields of SdpSettings as they are now; a plain tuple, which costs the host of each call less."""
+    return (
         torch._C._get_cudnn_sdp_enabled(),
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),

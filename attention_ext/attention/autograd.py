@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._dispatch import call_kernel, redispatch
 from .._log import log_call
+from .._torch_private import keyset_of
 from .call import AttentionCall
 from .limits import backward_kernel_name
 
@@ -86,9 +87,8 @@ def log_backward(query: Tensor, kernel_name: str) -> None:
     log_call("sdpa_backward", query, "pipeline" if query.is_cuda else "reference", reason)
 
 
-def attend(keyset: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call without a seed through this package's kernels; draws the seed of dropout on the device. The keyset is
-    that of the router."""
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call without a seed through this package's kernels; draws the seed of dropout on the device."""
     if call.dropout_p > 0.0:
         # Like the query, so that next to DTensors it is a replicated one, the same on all ranks as every random DTensor is.
         seed = torch.randint_like(call.query.new_empty(1, dtype=torch.int64), -(2**63), 2**63 - 1)
@@ -97,5 +97,5 @@ def attend(keyset: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse = Attention.apply(*call)
     else:  # the same without what a gradient costs the host
         call = call.expanded()
-        out, lse = redispatch(_FORWARD, keyset, *call[:7], **call.options)
+        out, lse = redispatch(_FORWARD, keyset_of(call.differentiable), *call[:7], **call.options)
     return out, lse
