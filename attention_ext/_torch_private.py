@@ -71,7 +71,7 @@ def within_vmap(active: Sequence[Any]) -> bool:
 
 def within_forward_mode(active: Sequence[Any]) -> bool:
     """Whether PyTorch counts an open level of forward-mode AD, or a transform has opened one."""
-    return forward_ad._current_level >= 0 or any(t.key() == torch._C._functorch.TransformType.Jvp for t in active)
+    return forward_mode_is_open() or any(t.key() == torch._C._functorch.TransformType.Jvp for t in active)
 
 
 def autograd_is_off() -> bool:
@@ -94,23 +94,26 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
-def undisturbed() -> bool:
-    """Whether operators on plain tensors mean just what they say: no TorchDispatchMode, transform or forward-mode AD is active."""
-    return not (_modes() or _stack() or forward_ad._current_level >= 0)
+def alike(*tensors: Tensor) -> Callable[..., bool]:
+    """PyTorch's guard of a compiled graph: whether as many tensors are like these to the dispatcher.
+
+    In class, dtype, device, sizes, strides, whether a gradient is recorded, and the dispatch keys of tensor and thread (layout,
+    negation, modes, transforms, autocast, tracing, inference mode); one call that costs less than to read the sizes of one tensor
+    twice. It holds no tensor.
+    """
+    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
 
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_stack: Callable[[], Any] = torch._C._functorch.get_interpreter_stack
+_TensorGuards: Any = torch._C._dynamo.guards.TensorGuards
+# How many TorchFunctionModes are active; the dispatcher does not know of them.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 
 
-def called_plainly() -> bool:
-    """Whether nothing stands between a call of an operator with plain tensors and its function: autocast, a mode, a trace."""
-    return not (_autocast() or _function_modes() or _tracing())
-
-
-_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-_tracing: Callable[[], Any] = torch._C._get_tracing_state
+def forward_mode_is_open() -> bool:
+    """Whether PyTorch counts an open level of forward-mode AD."""
+    return forward_ad._current_level >= 0
 
 
 class SdpSettings(NamedTuple):

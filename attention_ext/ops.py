@@ -8,11 +8,11 @@ from torch.compiler import is_compiling
 
 from ._checks import refuse
 from ._overrides import handle_torch_function, overridden
-from ._torch_private import called_plainly
+from ._torch_private import function_modes
 from ._transforms import constant
 from .attention import router
 from .attention.bias import plain_mask
-from .attention.recall import facts, kept
+from .attention.recall import recall
 from .linear.softmax import call_and_update
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
@@ -73,10 +73,10 @@ def sdpa(
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
     """
-    if not is_compiling() and called_plainly():
-        known = kept.get(facts(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-        if known is not None:
-            return known(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if not (is_compiling() or function_modes()):  # the short way past the dispatcher, too
+        run = recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if run is not None:
+            return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)  # here too: a graph of torch.compile loses what it means
     out: Tensor = torch.ops.attention_ext.sdpa.default(
         query, key, value, attn_mask, constant(dropout_p), is_causal, scale=constant(scale), enable_gqa=enable_gqa

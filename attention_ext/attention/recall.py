@@ -1,7 +1,8 @@
-"""What an eager call came to, kept under all facts that decided it: the next call of the same facts runs at once.
+"""What an eager call came to, kept for the calls like it, which then run at once.
 
-Checks, route and choice take the host some 30 us, as much as PyTorch's whole operator. Nothing is decided here: the router decides,
-and keeps here how the call is run. Shapes repeat from layer to layer and from step to step, so few calls are new.
+Checks, route and choice take the host some 25 us, as much as PyTorch's whole operator. Nothing is decided here: the router decides,
+and keeps here how the call is run. Calls are alike where PyTorch's own guard, the one of a compiled graph, finds their tensors
+alike, and all else that is looked at is the same. Shapes repeat from layer to layer and from step to step, so few calls are new.
 """
 
 from collections.abc import Callable, Hashable
@@ -11,52 +12,68 @@ import torch
 from torch import Tensor
 
 from .._log import is_logging
-from .._torch_private import sdp_settings, undisturbed
+from .._torch_private import alike, dispatch_modes, forward_mode_is_open, sdp_settings, transforms
 
-__all__ = ["Run", "facts", "keep", "kept"]
+__all__ = ["Run", "Sample", "recall"]
 
 Run = Callable[..., Tensor]  # takes the arguments of sdpa by position
-_MOST = 2048  # calls, after which all are forgotten
-_MASKS = (Tensor, torch.nn.Parameter)
-kept: dict[Hashable, Run] = {}  # nothing is known of None
+_MOST, _MOST_ALIKE = 2048, 16  # outlines, and calls of one outline; beyond them all is forgotten
+_ARRAYS = (Tensor, torch.nn.Parameter)
+_known: dict[Hashable, list[tuple[Callable[..., bool], Run]]] = {}  # by outline: whether tensors are like a call's, how it was run
 
 
-def facts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+def _outline(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
     enable_gqa: bool,
 ) -> Hashable:  # fmt: skip
-    """Everything that checks.py, router.py and choice.py look at; None for a call that something else may decide about.
+    """What checks.py, router.py and choice.py look at beside single tensors, and of these what tells most calls apart."""
+    if not query.is_cuda:
+        return query.shape, key.shape, attn_mask is None, dropout_p, is_causal, scale, enable_gqa
+    aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
+    return query.shape, key.shape, attn_mask is None, dropout_p, is_causal, scale, enable_gqa, aligned, sdp_settings()
 
-    That is: a subclass of Tensor, a mode, a transform of torch.func, forward-mode AD, the log, and a tensor that is no array in
-    memory (sparse, nested, functional, of no elements) or whose array is to be read with another sign.
-    """
-    if not (type(query) is type(key) is type(value) is Tensor and undisturbed()) or is_logging():
+
+def recall(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Run | None:  # fmt: skip
+    """How a call like this one was run; None where none is known, and where calls are logged."""
+    if not (type(query) is type(key) is type(value) is Tensor) or is_logging() or forward_mode_is_open():
         return None
     try:
-        starts = query.data_ptr(), key.data_ptr(), value.data_ptr()
-        found: tuple[Any, ...] = (
-            query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype,
-            query.device, key.device, value.device, dropout_p, is_causal, scale, enable_gqa,
-        )  # fmt: skip
-        if mask is not None:
-            if type(mask) not in _MASKS or not mask.data_ptr() or mask.is_neg():
-                return None
-            recorded = mask.requires_grad and torch.is_grad_enabled()
-            found = (*found, mask.shape, mask.stride(), mask.dtype, mask.device, recorded)
-    except RuntimeError:  # of a tensor without strides or memory
-        return None
-    if 0 in starts:
-        return None
-    if not query.is_cuda:
-        return found
-    if query.is_neg() or key.is_neg() or value.is_neg():
-        return None
-    gradient = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
-    return (found, gradient, (starts[0] | starts[1] | starts[2]) % 16 == 0, sdp_settings())
+        known = _known.get(_outline(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), ())
+        for is_like, run in known:
+            if is_like(query, key, value) if attn_mask is None else is_like(query, key, value, attn_mask):
+                return run
+    except (RuntimeError, TypeError):  # of a tensor without sizes or memory, or an argument that cannot be one
+        pass
+    return None
 
 
-def keep(found: Hashable, run: Run) -> None:
-    """Files how a call of these facts is run."""
-    if len(kept) >= _MOST:
-        kept.clear()
-    kept[found] = run
+def _is_array(tensor: Any) -> bool:
+    """Whether a tensor is just what lies in memory, and something lies there."""
+    if type(tensor) not in _ARRAYS or tensor.is_nested or tensor.layout != torch.strided:
+        return False
+    return tensor.data_ptr() != 0 and not tensor.is_neg()
+
+
+class Sample:
+    """A call before it is routed: tells whether other calls are like it. None of it holds a tensor."""
+
+    def __init__(self, *arguments: Any) -> None:
+        tensors = arguments[:3] if arguments[3] is None else arguments[:4]
+        plain = not (dispatch_modes() or transforms() or forward_mode_is_open() or torch.compiler.is_compiling())
+        self.arguments = arguments if plain and all(map(_is_array, tensors)) else None
+        if self.arguments is not None:
+            self.outline, self.is_like = _outline(*arguments), alike(*tensors)
+
+    def keep(self, run: Callable[[], Run]) -> None:
+        """Keeps how the call is run, if no class, mode or transform has a say in it."""
+        if self.arguments is None or _outline(*self.arguments) != self.outline:  # another thread has changed a setting meanwhile
+            return
+        if len(_known) >= _MOST:
+            _known.clear()
+        same = _known.setdefault(self.outline, [])
+        if len(same) >= _MOST_ALIKE:
+            same.clear()
+        same.append((self.is_like, run()))

@@ -23,7 +23,7 @@ from .choice import BACK_ENDS
 from .composed import attention_with_lse
 from .layout import in_order_of
 from .limits import MAX_BATCH_DIMS
-from .recall import facts, keep, kept
+from .recall import Sample, recall
 from .run import execute, shortest
 from .torch_cuda import choose, name_of, workspace
 
@@ -144,22 +144,18 @@ def sdpa(
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """The body of torch.ops.attention_ext.sdpa."""
-    known = kept.get(facts(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
-    if known is None:
+    run = recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if run is None:
         return _sdpa_anew(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return known(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-def _sdpa_anew(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:  # fmt: skip
-    arguments = (query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    found = facts(*arguments)
-    call, mask_is_plain = checked(*arguments[:6], scale=scale, enable_gqa=enable_gqa)
+def _sdpa_anew(*arguments: Any) -> Tensor:
+    sample = Sample(*arguments)
+    *positional, scale, enable_gqa = arguments
+    call, mask_is_plain = checked(*positional, scale=scale, enable_gqa=enable_gqa)
     chosen = route(call)
-    if found is not None and found == facts(*arguments):  # no other thread has changed a setting in between
-        keep(found, shortest(chosen.target, call))
+    sample.keep(lambda: shortest(chosen.target, call))
     if log_wanted():
         kernel, reason, *_ = described(call, chosen)
         log_call("sdpa", call.query, kernel, reason)
