@@ -16,10 +16,11 @@ from .._torch_private import alike, dispatch_modes, forward_mode_is_open, sdp_se
 
 __all__ = ["Run", "Sample", "recall"]
 
+Guards = tuple[Callable[[Any], bool], ...]  # of query, key, value and, where there is one, the mask
 Run = Callable[..., Tensor]  # takes the arguments of sdpa by position
 _MOST, _MOST_ALIKE = 2048, 16  # outlines, and calls of one outline; beyond them all is forgotten
 _ARRAYS = (Tensor, torch.nn.Parameter)
-_known: dict[Hashable, list[tuple[Callable[..., bool], Run]]] = {}  # by outline: whether tensors are like a call's, how it was run
+_known: dict[Hashable, list[tuple[Guards, Run]]] = {}  # by outline
 
 
 def _outline(
@@ -42,8 +43,8 @@ def recall(
         return None
     try:
         known = _known.get(_outline(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), ())
-        for is_like, run in known:
-            if is_like(query, key, value) if attn_mask is None else is_like(query, key, value, attn_mask):
+        for (like_query, like_key, like_value, *like_mask), run in known:
+            if like_query(query) and like_key(key) and like_value(value) and not (like_mask and not like_mask[0](attn_mask)):
                 return run
     except (RuntimeError, TypeError):  # of a tensor without sizes or memory, or an argument that cannot be one
         pass
@@ -65,7 +66,7 @@ class Sample:
         plain = not (dispatch_modes() or transforms() or forward_mode_is_open() or torch.compiler.is_compiling())
         self.arguments = arguments if plain and all(map(_is_array, tensors)) else None
         if self.arguments is not None:
-            self.outline, self.is_like = _outline(*arguments), alike(*tensors)
+            self.outline, self.guards = _outline(*arguments), tuple(map(alike, tensors))
 
     def keep(self, run: Callable[[], Run]) -> None:
         """Keeps how the call is run, if no class, mode or transform has a say in it."""
@@ -76,4 +77,4 @@ class Sample:
         same = _known.setdefault(self.outline, [])
         if len(same) >= _MOST_ALIKE:
             same.clear()
-        same.append((self.is_like, run()))
+        same.append((self.guards, run()))

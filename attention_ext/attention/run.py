@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import surely
-from .._dispatch import CUDA, redispatch
+from .._dispatch import on_cuda
 from .._torch_private import chosen_by_torch, math_attention, torch_sdpa
 from . import torch_cuda
 from .autograd import attend
@@ -59,7 +59,6 @@ def _taken_by_torch(target: str, call: AttentionCall) -> bool:
 def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
     strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
-    operands = call[:3]
 
     def anyhow(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
@@ -73,7 +72,7 @@ def shortest(target: str, call: AttentionCall) -> Run:
         scale: float | None, enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
         tensors = query, key, value, attn_mask, None
-        out: Tensor = redispatch(_FORWARD, CUDA, *tensors, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        out: Tensor = on_cuda(_FORWARD, *tensors, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         return out
 
     def by_torch(
@@ -90,11 +89,11 @@ def shortest(target: str, call: AttentionCall) -> Run:
         out: Tensor = torch_sdpa(query, key, value)  # reading five more arguments takes it 0.4 us
         return out if out.stride() == strides else in_order_of(query, out)
 
-    if any(t is not whole for t, whole in zip(operands, call.expanded()[:3], strict=True)):
+    if call.expanded() is not call:
         return anyhow
     if target == "kernel":
         return by_kernel if call.query.is_cuda and call.dropout_p == 0.0 and not call.needs_grad() else anyhow
-    as_they_are = all(t is _rows_apart(t) for t in operands) if target == "torch" else all(t.dim() == 4 for t in operands)
+    as_they_are = all(t is _rows_apart(t) for t in call[:3]) if target == "torch" else all(t.dim() == 4 for t in call[:3])
     if not as_they_are or not _taken_by_torch(target, call):
         return anyhow
     return by_torch_with_defaults if call[3:9] == (None, None, 0.0, False, None, False) else by_torch
