@@ -13,6 +13,7 @@ from ._transforms import constant
 from .attention import router
 from .attention.bias import plain_mask
 from .attention.recall import recall
+from .linear.product import recall as recall_linear
 from .linear.softmax import call_and_update
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
@@ -195,6 +196,8 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     bias is mapped by vmap, under other torch.func transforms and under forward-mode AD it is PyTorch's linear, on CUDA in float64.
     """
     out: Tensor
+    if not (is_compiling() or function_modes()) and (run := recall_linear(input, weight, bias)):
+        return run(input, weight, bias)
     if overridden(input, weight, bias):
         out = handle_torch_function(linear_float32, (input, weight, bias), input, weight, bias)
     else:

@@ -23,7 +23,7 @@ from .choice import BACK_ENDS
 from .composed import attention_with_lse
 from .layout import in_order_of
 from .limits import MAX_BATCH_DIMS
-from .recall import Sample, recall
+from .recall import recall, sample
 from .run import execute, shortest
 from .torch_cuda import choose, name_of, workspace
 
@@ -151,11 +151,11 @@ def sdpa(
 
 
 def _sdpa_anew(*arguments: Any) -> Tensor:
-    sample = Sample(*arguments)
+    this = sample(*arguments)
     *positional, scale, enable_gqa = arguments
     call, mask_is_plain = checked(*positional, scale=scale, enable_gqa=enable_gqa)
     chosen = route(call)
-    sample.keep(lambda: shortest(chosen.target, call))
+    this.keep(lambda: shortest(chosen.target, call))
     if log_wanted():
         kernel, reason, *_ = described(call, chosen)
         log_call("sdpa", call.query, kernel, reason)
