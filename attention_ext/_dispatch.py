@@ -6,16 +6,18 @@ part of every call, also in inference mode. The package's functions at the keys 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ._log import log_wanted
-from ._torch_private import BELOW_AUTOGRAD, below_autograd, keyset
+from ._torch_private import BELOW_AUTOGRAD, below_autograd, dispatch_modes, forward_mode_is_open, keyset, transforms
 
-__all__ = ["call_kernel", "redispatch", "register_operator"]
+__all__ = ["call_kernel", "on_cuda", "redispatch", "register_operator"]
 
+_CUDA = keyset("CUDA")
 _KERNELS = BELOW_AUTOGRAD - keyset("BackendSelect")
 _Function = Callable[..., Any]
 _SENTENCE = re.compile(r"^attention_ext: out of memory: (\d+) bytes on (cuda:\d+)")
@@ -40,8 +42,29 @@ def redispatch(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
+def on_cuda(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator's kernel on CUDA for tensors that are known to be plain ones there (_are_plain_on_cuda)."""
+    try:
+        return operator.redispatch(_CUDA, *args, **kwargs)
+    except RuntimeError as error:
+        _raise_if_out_of_memory(error)
+        raise
+
+
+def _are_plain_on_cuda(arguments: Iterable[Any]) -> bool:
+    """Whether no key of the dispatcher but CUDA has a say in a call of a kernel with these arguments."""
+    if dispatch_modes() or transforms() or forward_mode_is_open():
+        return False
+    for argument in arguments:
+        if isinstance(argument, Tensor) and not (type(argument) is Tensor and argument.is_cuda and not argument.is_neg()):
+            return False
+    return True
+
+
 def call_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operator's kernel, from anywhere else."""
+    """The operator's kernel, from anywhere else; past what costs the host 3 us where nothing but the kernel can be meant."""
+    if args[0].is_cuda and _are_plain_on_cuda((*args, *kwargs.values())):
+        return on_cuda(operator, *args, **kwargs)
     with below_autograd():
         return operator(*args, **kwargs)
 

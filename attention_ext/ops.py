@@ -4,12 +4,16 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ._checks import refuse
 from ._overrides import handle_torch_function, overridden
+from ._torch_private import function_modes
 from ._transforms import constant
 from .attention import router
 from .attention.bias import plain_mask
+from .attention.recall import recall
+from .linear.product import recall as recall_linear
 from .linear.softmax import call_and_update
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
@@ -70,6 +74,10 @@ def sdpa(
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
     """
+    if not (is_compiling() or function_modes()):  # the short way past the dispatcher, too
+        run = recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        if run is not None:
+            return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)  # here too: a graph of torch.compile loses what it means
     out: Tensor = torch.ops.attention_ext.sdpa.default(
         query, key, value, attn_mask, constant(dropout_p), is_causal, scale=constant(scale), enable_gqa=enable_gqa
@@ -188,6 +196,8 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     bias is mapped by vmap, under other torch.func transforms and under forward-mode AD it is PyTorch's linear, on CUDA in float64.
     """
     out: Tensor
+    if not (is_compiling() or function_modes()) and (run := recall_linear(input, weight, bias)):
+        return run(input, weight, bias)
     if overridden(input, weight, bias):
         out = handle_torch_function(linear_float32, (input, weight, bias), input, weight, bias)
     else:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .._dispatch import call_kernel, redispatch
 from .._log import log_call
+from .._torch_private import keyset_of
 from .call import AttentionCall
 from .limits import backward_kernel_name
 
@@ -15,56 +16,55 @@ __all__ = ["Attention", "AttentionGrad", "attend", "log_backward"]
 
 _FORWARD, _BACKWARD = torch.ops.attention_ext.sdpa_forward.default, torch.ops.attention_ext.sdpa_backward.default
 
+_NO_GRADS = (None,) * (len(AttentionCall._fields) - 4)  # of what follows the mask
+
 
 class Attention(torch.autograd.Function):
     """sdpa_forward with a gradient, of the fields of an AttentionCall. Leading dims broadcast here, so that the parts of a
-    broadcast operand's gradient are summed before they are rounded to a half type."""
+    broadcast operand's gradient are summed before they are rounded to a half type.
+
+    Without a setup_context, for which apply would read the signature of forward at each call: 12 us.
+    """
 
     @staticmethod
-    def forward(*fields: Any) -> tuple[Tensor, Tensor]:
-        call = AttentionCall(*fields).expanded()
-        out, lse = call_kernel(_FORWARD, *call[:7], **call.options)
-        return out, lse
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.rest = tuple(None if isinstance(field, Tensor) else field for field in inputs)
+    def forward(ctx: Any, *fields: Any) -> tuple[Tensor, Tensor]:
+        call = AttentionCall(*fields)
+        whole = call.expanded()
+        out, lse = call_kernel(_FORWARD, *whole[:7], **whole.options)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*(field if isinstance(field, Tensor) else None for field in inputs), *output)
+        ctx.save_for_backward(*call.tensors, out, lse)
+        ctx.rest = call.rest
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
-        given = AttentionCall(*(rest if tensor is None else tensor for tensor, rest in zip(tensors, ctx.rest, strict=True)))
+        given = AttentionCall.of(tensors, ctx.rest)
         if grad_out is None and grad_lse is None:
-            return (None,) * len(given)
-        call = given.expanded()
-        summed = call.query.dtype.itemsize == 2 and any(t is not full for t, full in zip(given[:3], call[:3], strict=True))
-        options = call.options | {"kernel_name": backward_kernel_name(call.kernel_name)}
-        log_backward(call.query, options["kernel_name"])
+            return (*(None,) * 4, *_NO_GRADS)
+        call, needs = given.expanded(), ctx.needs_input_grad
+        summed = call.query.dtype.itemsize == 2 and call is not given
+        kernel_name = backward_kernel_name(call.kernel_name)
+        log_backward(call.query, kernel_name)
+        options = call.options | ({} if kernel_name == call.kernel_name else {"kernel_name": kernel_name})
+        options |= {name: True for name, wanted in (("mask_grad", needs[3]), ("wide_grads", summed)) if wanted}
         backward: Any = _BACKWARD
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):  # spare the host what only a second derivative needs
             backward = partial(call_kernel, backward)
-        grads = backward(
-            torch.zeros_like(out) if grad_out is None else grad_out, grad_lse, *call[:4], out, lse, *call[4:7],
-            mask_grad=ctx.needs_input_grad[3], wide_grads=summed, **options,
-        )  # fmt: skip
-        grads = [*(_sum_to(grad, t) for grad, t in zip(grads, given[:3], strict=False)), grads[3]]
-        wanted = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return (*wanted, *(None,) * (len(given) - len(grads)))
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+        grads = backward(grad_out, grad_lse, *call[:4], out, lse, *call[4:7], **options)
+        if call is not given:
+            grads = [*(_sum_to(grad, t) for grad, t in zip(grads, given[:3], strict=False)), grads[3]]
+        return (*[grad if need else None for grad, need in zip(grads, needs, strict=False)], *_NO_GRADS)
 
 
 class AttentionGrad(torch.autograd.Function):
     """sdpa_backward where its results could be differentiated again."""
 
     @staticmethod
-    def forward(options: dict[str, Any], *arguments: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, options: dict[str, Any], *arguments: Any) -> tuple[Tensor, ...]:
         grads: tuple[Tensor, ...] = call_kernel(_BACKWARD, *arguments, **options)
         return grads
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:
@@ -86,9 +86,8 @@ def log_backward(query: Tensor, kernel_name: str) -> None:
     log_call("sdpa_backward", query, "pipeline" if query.is_cuda else "reference", reason)
 
 
-def attend(keyset: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
-    """(out, lse) of a call without a seed through this package's kernels; draws the seed of dropout on the device. The keyset is
-    that of the router."""
+def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call without a seed through this package's kernels; draws the seed of dropout on the device."""
     if call.dropout_p > 0.0:
         # Like the query, so that next to DTensors it is a replicated one, the same on all ranks as every random DTensor is.
         seed = torch.randint_like(call.query.new_empty(1, dtype=torch.int64), -(2**63), 2**63 - 1)
@@ -97,5 +96,5 @@ def attend(keyset: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
         out, lse = Attention.apply(*call)
     else:  # the same without what a gradient costs the host
         call = call.expanded()
-        out, lse = redispatch(_FORWARD, keyset, *call[:7], **call.options)
+        out, lse = redispatch(_FORWARD, keyset_of(call.differentiable), *call[:7], **call.options)
     return out, lse

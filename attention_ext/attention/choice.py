@@ -197,6 +197,7 @@ def _candidates(f: Facts) -> tuple[tuple[tuple[str, int], ...], str]:
 def decide(*facts: Any) -> tuple[str, str]:
     """(back end, why), or ("", why none), from the fields of Facts; one by one, which is what the cache costs least with."""
     f = Facts(*facts)
+    f = f._replace(settings=SdpSettings(*f.settings))
     if reason := _none_takes(f):
         return "", reason
     candidates, why = _candidates(f)

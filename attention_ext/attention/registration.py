@@ -137,7 +137,7 @@ def register(library: torch.library.Library) -> None:
     library.define(_WITH_LSE)
     for name, body in (("sdpa", router.sdpa), ("sdpa_with_lse", router.sdpa_with_lse)):
         operator = getattr(torch.ops.attention_ext, name).default
-        library.impl(name, body, "CompositeImplicitAutograd", with_keyset=True)
+        library.impl(name, body, "CompositeImplicitAutograd")
         library.impl(name, _autocast(operator, "cpu"), "AutocastCPU")
         library.impl(name, _autocast(operator, "cuda"), "AutocastCUDA")
         torch.library.register_vmap(f"attention_ext::{name}", _vmap(operator), lib=library)

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._checks import surely
 from .._dispatch import call_kernel
 from .._log import log_call, log_wanted
-from .._torch_private import math_attention, torch_sdpa, transforms, within_vmap
+from .._torch_private import transforms, within_vmap
 from .._transforms import forward_mode, why_composed, wraps
 from .autograd import attend
 from .bias import plain_mask, plain_result
@@ -24,7 +23,9 @@ from .choice import BACK_ENDS
 from .composed import attention_with_lse
 from .layout import in_order_of
 from .limits import MAX_BATCH_DIMS
-from .torch_cuda import choose, name_of, run, workspace
+from .recall import recall, sample
+from .run import execute, shortest
+from .torch_cuda import choose, name_of, workspace
 
 __all__ = ["Route", "checked", "described", "log_kernel", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
@@ -95,12 +96,6 @@ def route_with_lse(call: AttentionCall) -> Route:
     return _of_kernel(call)
 
 
-def _rows_apart(tensor: Tensor) -> Tensor:
-    """A copy where the rows of a matrix overlap (stride 0, sliding windows): PyTorch's fused CPU operators then read garbage."""
-    apart = not surely(tensor.stride(-1) == 1) or not surely(tensor.stride(-2) < tensor.size(-1))
-    return tensor if apart else tensor.contiguous()
-
-
 def _kernel_plan(call: AttentionCall) -> tuple[str, str, int, bool]:
     """(kernel, reason, workspace, preferred) of a call of sdpa_forward: on CUDA from the code that chooses for the call itself."""
     query = call.query
@@ -136,19 +131,6 @@ def log_kernel(operator: str, call: AttentionCall) -> None:
         log_call(operator, call.query, kernel, reason)
 
 
-def _torch_sdpa(target: str, call: AttentionCall) -> Tensor:
-    """PyTorch's operator, or its MATH back end. They broadcast some operands and not others: those of no rows, the mask next to
-    them."""
-    call = call.expanded()
-    query, key, value, mask = call.differentiable
-    if target == "torch":
-        call = AttentionCall(_rows_apart(query), _rows_apart(key), _rows_apart(value), *call[3:])
-        return in_order_of(query, call.through(torch_sdpa))
-    if mask is not None and mask.dtype == torch.bool:  # beneath the public operator a mask is always added
-        call = call._replace(attn_mask=torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf))
-    return in_order_of(query, call.through(math_attention)[0])
-
-
 def checked(*arguments: Any, **options: Any) -> tuple[AttentionCall, bool]:
     """The call that the arguments of sdpa make, checked, and whether its mask is the one that was given."""
     call = AttentionCall.of_router(*arguments, **options)
@@ -157,29 +139,37 @@ def checked(*arguments: Any, **options: Any) -> tuple[AttentionCall, bool]:
     return check_attention(call if same else call._replace(attn_mask=mask, is_causal=is_causal)), same
 
 
-def sdpa(keyset: Any, *arguments: Any, **options: Any) -> Tensor:
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """The body of torch.ops.attention_ext.sdpa."""
-    call, mask_is_plain = checked(*arguments, **options)
+    run = recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if run is None:
+        return _sdpa_anew(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _sdpa_anew(*arguments: Any) -> Tensor:
+    this = sample(*arguments)
+    *positional, scale, enable_gqa = arguments
+    call, mask_is_plain = checked(*positional, scale=scale, enable_gqa=enable_gqa)
     chosen = route(call)
+    this.keep(lambda: shortest(chosen.target, call))
     if log_wanted():
         kernel, reason, *_ = described(call, chosen)
         log_call("sdpa", call.query, kernel, reason)
-    if chosen.target == "kernel":
-        out = attend(keyset, call)[0]
-    elif chosen.target in BACK_ENDS:
-        out = in_order_of(call.query, run(chosen.target, call))
-    else:
-        out = _torch_sdpa(chosen.target, call)
+    out = execute(chosen.target, call)
     return out if mask_is_plain else plain_result(out)
 
 
-def sdpa_with_lse(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def sdpa_with_lse(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """The body of torch.ops.attention_ext.sdpa_with_lse."""
     call, mask_is_plain = checked(*arguments, **options)
     target, reason = route_with_lse(call)
     if target == "kernel":
         log_kernel("sdpa_with_lse", call)
-        out, lse = attend(keyset, call)
+        out, lse = attend(call)
     else:
         log_call("sdpa_with_lse", call.query, target, reason)
         out, lse = attention_with_lse(call)

@@ -14,7 +14,8 @@ struct RowsTileShape {
   int query_steps;  // of 64 of E
   int value_steps;  // of 64 of Ev
   int keys;         // of a block: as many as registers hold scores and weights of next to the output
-  int stages;       // of keys and of values in shared memory
+  int queries;      // tiles of queries in shared memory: with two, the next one comes while this one is worked on
+  int stages;       // of keys and of values
   bool turns;       // whether warpgroups take turns at issuing products: where these are short
   bool own_strips;  // whether results go out through a place of their own, and not the query's: where there is room
   int block_ns;     // that a block of keys takes, with 64 or 128 rows; measured
@@ -24,11 +25,11 @@ struct RowsTileShape {
 // Class 160: E up to 192 and Ev up to 128.
 constexpr RowsTileShape rows_tile_shape(int head_dim_class) {
   switch (head_dim_class) {
-    case 64: return {1, 1, 128, 4, true, true, 1350};    // at most 24 + 4 x 32 + 24 KB
-    case 128: return {2, 2, 128, 2, true, true, 1600};   // 32 + 2 x 64 + 16 KB
-    case 160: return {3, 2, 128, 2, true, true, 1850};   // 48 + 2 x 80 + 16 KB
-    case 192: return {3, 3, 112, 2, true, false, 1970};  // 48 + 2 x 84 KB
-    default: return {4, 4, 80, 2, false, false, 1820};   // 64 + 2 x 80 KB
+    case 64: return {1, 1, 128, 2, 4, true, true, 1350};    // at most 2 x 24 + 4 x 32 + 24 KB
+    case 128: return {2, 2, 128, 2, 2, true, true, 1600};   // 2 x 32 + 2 x 64 + 16 KB
+    case 160: return {3, 2, 128, 1, 2, true, true, 1850};   // 48 + 2 x 80 + 16 KB
+    case 192: return {3, 3, 112, 1, 2, true, false, 1970};  // 48 + 2 x 84 KB
+    default: return {4, 4, 80, 1, 2, false, false, 1820};   // 64 + 2 x 80 KB
   }
 }
 

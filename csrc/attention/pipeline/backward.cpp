@@ -7,8 +7,9 @@
 //
 // If P and dS of a matrix fit, one joint pass makes everything from slices of whole matrices. Else pass A makes dQ and mask_grad
 // from slices of rows and pass B makes dK and dV from slices of keys, of one matrix after another.
-// A key head's dK and dV are one sum over its query heads and their rows. Where these lie in several slices, the sum is carried from
-// one to the next; where they are too few for the card or too many for Tensor Cores to sum (arithmetic.h), it is made in parts.
+// A key head's dK and dV are one sum over its query heads and their rows. Where these lie in several slices, the sum is carried
+// from one to the next; where they are too few for the card or too many for Tensor Cores to sum (arithmetic.h), it is made in
+// parts.
 // Workspace: delta and norm, each (N, L) in the accumulator type; then of a slice P and dS, each (batches, rows, pitch) in the
 // tensors' dtype; what is carried of dQ, dK and dV; and parts of dV, then of dK.
 #include <numeric>

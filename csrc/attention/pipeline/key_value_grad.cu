@@ -121,7 +121,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
                        TileLoader<Tile, typename Tile::B>(p.batch, p.right));
 }
 
-// A thread sums a quad of columns of a key: of one key head if the slice holds whole groups (head_span is one), else of all in turn.
+// A thread sums a quad of columns of a key: of one key head if the slice holds whole groups (head_span is one), else of all its
+// key heads in turn.
 template <class T>
 __global__ void __launch_bounds__(kSumThreads)
     sum_parts_kernel(const __grid_constant__ KeyValueGradParams p, int64_t head_span, int64_t first_quad) {

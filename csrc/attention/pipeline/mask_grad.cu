@@ -6,8 +6,8 @@
 //    several CTAs share it; they leave partial sums in scratch, which a second launch of the same kernel sums.
 // 3. What earlier slices left is the first term. The last slice that has a term of an element rounds it to the mask's dtype. All
 //    sums are in a fixed order: no atomics, the same bits every time.
-// Grid: one CTA per matrix of the slice, share of its terms, rows and column tile of the mask; of the matrices that share one of the
-// mask the first one's CTAs work. Shared memory: 8 x 512 accumulators, 16 KB (double: 32 KB).
+// Grid: one CTA per matrix of the slice, share of its terms, rows and column tile of the mask; of the matrices that share one of
+// the mask the first one's CTAs work. Shared memory: 8 x 512 accumulators, 16 KB (double: 32 KB). 124 registers: two CTAs an SM.
 #include "attention/pipeline/params.h"
 #include "attention/pipeline/stage.h"
 #include "attention/visibility/key_range.cuh"
@@ -51,6 +51,7 @@ struct Entry {
 __device__ __forceinline__ int64_t matrix_index(const BatchDims& batch, const MatrixView& mask_grad, int64_t kept,
                                                 int64_t reduced) {
   int64_t n = 0, weight = 1;
+#pragma unroll 1  // divisions are long code
   for (int dim = batch.count - 1; dim >= 0; --dim) {
     const bool is_kept = mask_grad.batch_stride[dim] != 0;
     int64_t quotient, index;
@@ -72,6 +73,7 @@ __device__ __forceinline__ bool find_entry(const MaskGradParams& p, int64_t shar
   entry = {n, 0, 1};
   if (sharing == 1) return true;
   entry.kept = 0;
+#pragma unroll 1
   for (int dim = p.batch.count - 1; dim >= 0; --dim) {
     int64_t index;
     divide(n, p.batch.size[dim], n, index);

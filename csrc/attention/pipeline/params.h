@@ -119,8 +119,8 @@ struct KeyValueGradParams : StageParams {
   bool wide_out;
 };
 
-// mask_grad[...] = score_grad summed over the batch dims, rows and columns along which the mask has size 1. Slices hold whole rows and
-// follow one another; the last one that has a term of an element rounds it.
+// mask_grad[...] = score_grad summed over the batch dims, rows and columns along which the mask has size 1. Slices hold whole rows
+// and follow one another; the last one that has a term of an element rounds it.
 struct MaskGradParams : StageParams {
   bool rows_kept;         // the mask has L rows (else 1)
   bool cols_kept;         // the mask has S columns (else 1)

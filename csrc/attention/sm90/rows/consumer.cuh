@@ -31,7 +31,8 @@ class RowsConsumer {
     RowsPlaces places(order.tiles);
 #pragma unroll 1
     while (places.next()) {
-      mbarrier_wait(shared_address(&shared_.query_full), places.round() & 1);
+      query_ = places.template query<Tile::kQueries>();
+      mbarrier_wait(shared_address(&shared_.query_full[query_]), places.template parity<Tile::kQueries>());
       work_ = &shared_.work[places.round() % Tile::kWorks];
       begin_tile();
       int block = kGeneral ? next_block() : work_->blocks() - 1;
@@ -89,7 +90,7 @@ class RowsConsumer {
     place.advance();
   }
   __device__ __forceinline__ void release_query() const {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty));
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty[query_]));
   }
   __device__ __forceinline__ void pin_out() {
 #pragma unroll
@@ -128,7 +129,7 @@ class RowsConsumer {
 
   // scores_ = Q K^T of the keys next in the ring, begun.
   __device__ __forceinline__ void multiply_keys() {
-    const uint32_t s_query = shared_address(shared_.query[0]) + consumer_ * 64 * 128;
+    const uint32_t s_query = shared_address(shared_.query[query_][0]) + consumer_ * 64 * 128;
     const uint64_t query = matrix_descriptor(s_query, 1024, 0);
     const uint64_t key = matrix_descriptor(shared_address(shared_.key[key_place_.slot][0]), 1024, 0);
 #pragma unroll
@@ -279,8 +280,8 @@ class RowsConsumer {
     const int lane = threadIdx.x % 32, warp_row = row_ - lane / 4;
     const int64_t found =
         work_->offset_of_row(p_.batch, p_.out, work_->out, warp_row + lane % 16);  // every lane finds a row's place
-    const uint32_t s_strip =
-        Tile::kOwnStrips ? shared_address(shared_.strip[threadIdx.x / 32]) : shared_address(shared_.query[0]) + warp_row * 128;
+    const uint32_t s_strip = Tile::kOwnStrips ? shared_address(shared_.strip[threadIdx.x / 32])
+                                              : shared_address(shared_.query[query_][0]) + warp_row * 128;
 #pragma unroll
     for (int step = 0; step < Tile::kValueSteps; ++step) {
       float values[Tile::kStep / 2];
@@ -289,7 +290,7 @@ class RowsConsumer {
         const float factor = row_factor[i / 2 % 2];
         values[i] = factor == 0.0f ? 0.0f : out_[step / kPartSteps][step % kPartSteps * (Tile::kStep / 2) + i] * factor;
       }
-      for_each_chunk<T, 1>(values, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
+      for_each_chunk<T, 4>(values, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
         T* g_row = static_cast<T*>(p_.out.data) + __shfl_sync(0xffffffffu, found, chunk_row);
         const int col = step * Tile::kStep + chunk_col, cols = static_cast<int>(p_.Ev);
         if (warp_row + chunk_row < work_->rows && col < cols) store_chunk(g_row, col, cols, p_.out, chunk);
@@ -302,8 +303,9 @@ class RowsConsumer {
   const RowsWork<Tile>* work_;  // of this tile
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
-  int row_, col_;  // of this thread's first element in the tile's scores; the other row is 8 below
-  bool unmasked_;  // whether the block's scores are as they come
+  uint32_t query_;  // the place of this tile's
+  int row_, col_;   // of this thread's first element in the tile's scores; the other row is 8 below
+  bool unmasked_;   // whether the block's scores are as they come
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];
   RowReference rows_[2];

@@ -39,9 +39,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     mbarrier_init(shared_address(&shared.value_full[threadIdx.x]), 1);
     mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), 4 * Tile::kConsumers);
     mbarrier_init(shared_address(&shared.value_empty[threadIdx.x]), 4 * Tile::kConsumers);
-    if (threadIdx.x == 0) {
-      mbarrier_init(shared_address(&shared.query_full), 1);
-      mbarrier_init(shared_address(&shared.query_empty), 4 * Tile::kConsumers);
+    if (threadIdx.x < Tile::kQueries) {
+      mbarrier_init(shared_address(&shared.query_full[threadIdx.x]), 1);
+      mbarrier_init(shared_address(&shared.query_empty[threadIdx.x]), 4 * Tile::kConsumers);
     }
     mbarrier_fence_init();
   }

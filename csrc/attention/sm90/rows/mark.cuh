@@ -5,7 +5,6 @@
 #include "attention/params.h"
 #include "attention/visibility/score_modifier.cuh"
 #include "device/common/batch.cuh"
-#include "device/sm90/dependent_launch.cuh"
 #include "plan/sm90_rows.h"
 
 namespace attention_ext {
@@ -54,7 +53,7 @@ __device__ __forceinline__ Shown look(const ForwardParams& p, const Stored* g_ce
 // Grid: a warp a cell. A block that ends after the mask's last key is never hidden, and whole only where every key counts.
 template <class T, int kBlock>
 __global__ void __launch_bounds__(128) rows_mark_kernel(const __grid_constant__ ForwardParams p, RowsMarks marks) {
-  wait_for_prerequisites();
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   const uint32_t cell = blockIdx.x * 4 + threadIdx.x / 32;
   if (cell >= static_cast<uint32_t>(marks.matrices) * marks.rows * marks.blocks) return;
   const int block = cell % marks.blocks, row = cell / marks.blocks % marks.rows * kMarkedRows;
@@ -79,6 +78,9 @@ __global__ void __launch_bounds__(128) rows_mark_kernel(const __grid_constant__ 
     });
   }
   if (threadIdx.x % 32 == 0) marks.data[cell] = shown;
+#else
+  __trap();  // never launched
+#endif
 }
 
 }  // namespace attention_ext

@@ -130,11 +130,10 @@ class RowsProducer {
 template <class Tile>
 __device__ __forceinline__ void load_query_rows(const ForwardParams& p, const RowsMaps& maps, typename Tile::Shared& shared,
                                                 const RowsOrder& order) {
-  const uint32_t full = shared_address(&shared.query_full);
   RowsPlaces places(order.tiles);
 #pragma unroll 1
   while (places.next()) {
-    // In time: the query before the last one is released, so all have left the tile before that.
+    // Free: of the tiles whose queries are released all but the last have been left.
     RowsWork<Tile>& work = shared.work[places.round() % Tile::kWorks];
     work.init(p, order, places.place());
     work.find_heads(p);
@@ -147,13 +146,14 @@ __device__ __forceinline__ void load_query_rows(const ForwardParams& p, const Ro
       box = {{0, 0, work.query_of(0), static_cast<int>(work.n_group) % key_heads, static_cast<int>(work.n_group) / key_heads}};
       if (p.batch.count == 1 || p.query.batch_stride[0] == 0) box.at[4] = 0;
     }
-    mbarrier_wait(shared_address(&shared.query_empty), (places.round() & 1) ^ 1);
+    const uint32_t slot = places.template query<Tile::kQueries>(), full = shared_address(&shared.query_full[slot]);
+    mbarrier_wait(shared_address(&shared.query_empty[slot]), places.template parity<Tile::kQueries>() ^ 1);
     mbarrier_arrive_expect_bytes(
         full, Tile::kQuerySteps * rows_of_tile(Tile::kM, work.group) * Tile::kStep * sizeof(typename Tile::T));
 #pragma unroll 1
     for (int step = 0; step < Tile::kQuerySteps; ++step) {
       box.at[0] = step * Tile::kStep;
-      tma_load(shared_address(shared.query[step]), &maps.query, box, full);
+      tma_load(shared_address(shared.query[slot][step]), &maps.query, box, full);
     }
   }
 }

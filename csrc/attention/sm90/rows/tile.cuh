@@ -74,6 +74,15 @@ class RowsPlaces {
     return round_ * gridDim.x + (round_ % 2 != 0 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   }
   __device__ __forceinline__ uint32_t round() const { return round_; }  // the CTA's tiles before this one
+  // Where the tile's query is in a ring of so many, and the parity of its phase.
+  template <int kQueries>
+  __device__ __forceinline__ uint32_t query() const {
+    return round_ % kQueries;
+  }
+  template <int kQueries>
+  __device__ __forceinline__ uint32_t parity() const {
+    return round_ / kQueries & 1;
+  }
 
  private:
   uint32_t tiles_, round_ = ~0u;
@@ -95,6 +104,7 @@ struct RowsTile {
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
   static constexpr int kQuerySteps = kShape.query_steps;
   static constexpr int kValueSteps = kShape.value_steps;
+  static constexpr int kQueries = kShape.queries;
   static constexpr int kStages = kShape.stages;
   static constexpr bool kTurns = kShape.turns;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -106,11 +116,11 @@ struct RowsTile {
   static_assert(128 * (kConsumers * consumer_registers(false) + producer_registers(false)) <= 65536, "the same");
   static constexpr bool kOwnStrips = kShape.own_strips;
 
-  static constexpr int kWorks = 3;
+  static constexpr int kWorks = kQueries + 2;
 
   // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
   struct Shared {
-    alignas(1024) T query[kQuerySteps][kM * kStep];
+    alignas(1024) T query[kQueries][kQuerySteps][kM * kStep];
     alignas(1024) T key[kStages][kQuerySteps][kN * kStep];
     alignas(1024) T value[kStages][kValueSteps][kN * kStep];
     alignas(1024)
@@ -119,11 +129,11 @@ struct RowsTile {
     // they may still be in the one before.
     RowsWork<RowsTile> producer_work, work[kWorks];
     TensorPosition key_box, value_box;
-    int64_t mask_row[kM];    // offset of the mask's row, where there is a mask
-    int block[kStages];      // that a stage holds the keys of, -1 after the last one; in the general instance
-    bool unmasked[kStages];  // whether the mask shows all of that block to all of the tile
-    uint64_t query_full;     // TMA arrives with the query's bytes; the consumers wait
-    uint64_t query_empty;    // the consumers' warps arrive; the query's producer waits
+    int64_t mask_row[kM];            // offset of the mask's row, where there is a mask
+    int block[kStages];              // that a stage holds the keys of, -1 after the last one; in the general instance
+    bool unmasked[kStages];          // whether the mask shows all of that block to all of the tile
+    uint64_t query_full[kQueries];   // TMA arrives with the bytes of the query; the consumers wait
+    uint64_t query_empty[kQueries];  // the consumers' warps arrive; the query's producer waits
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");

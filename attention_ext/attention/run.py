@@ -1,0 +1,99 @@
+"""Runs a call on the route that router.py has found, and knows the shortest way to run the next call like it."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .._checks import surely
+from .._dispatch import on_cuda
+from .._torch_private import chosen_by_torch, math_attention, torch_sdpa
+from . import torch_cuda
+from .autograd import attend
+from .call import AttentionCall
+from .choice import BACK_ENDS
+from .layout import empty_results, in_order_of
+from .recall import Run
+
+__all__ = ["execute", "shortest"]
+
+_FORWARD = torch.ops.attention_ext.sdpa_forward.default
+
+
+def _rows_apart(tensor: Tensor) -> Tensor:
+    """A copy where the rows of a matrix overlap (stride 0, sliding windows): PyTorch's fused CPU operators then read garbage."""
+    apart = not surely(tensor.stride(-1) == 1) or not surely(tensor.stride(-2) < tensor.size(-1))
+    return tensor if apart else tensor.contiguous()
+
+
+def _torch_sdpa(target: str, call: AttentionCall) -> Tensor:
+    """PyTorch's operator, or its MATH back end. They broadcast some operands and not others: those of no rows, the mask next to
+    them."""
+    call = call.expanded()
+    query, key, value, mask = call.differentiable
+    if target == "torch":
+        call = AttentionCall(_rows_apart(query), _rows_apart(key), _rows_apart(value), *call[3:])
+        return in_order_of(query, call.through(torch_sdpa))
+    if mask is not None and mask.dtype == torch.bool:  # beneath the public operator a mask is always added
+        call = call._replace(attn_mask=torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf))
+    return in_order_of(query, call.through(math_attention)[0])
+
+
+def execute(target: str, call: AttentionCall) -> Tensor:
+    """The result of a call that check_attention has passed."""
+    if target == "kernel":
+        return attend(call)[0]
+    if target in BACK_ENDS:
+        return in_order_of(call.query, torch_cuda.run(target, call))
+    return _torch_sdpa(target, call)
+
+
+def _taken_by_torch(target: str, call: AttentionCall) -> bool:
+    """Whether PyTorch's operator runs the target by itself, which costs the host less than a back end called by name."""
+    if target in ("flash", "efficient") and call.attn_mask is None and call.dropout_p == 0.0:
+        options = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+        return chosen_by_torch(*call[:3], None, 0.0, call.is_causal, **options) == target
+    return target in ("torch", "cudnn")
+
+
+def shortest(target: str, call: AttentionCall) -> Run:
+    """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
+    strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
+
+    def anyhow(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None, enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        again = AttentionCall(query, key, value, attn_mask, None, dropout_p, is_causal, scale, enable_gqa, scores=scores)
+        return execute(target, again)
+
+    def by_kernel(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None, enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        tensors = query, key, value, attn_mask, None
+        out: Tensor = on_cuda(_FORWARD, *tensors, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        return out
+
+    def by_torch(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None, enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        out: Tensor = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return out if out.stride() == strides else in_order_of(query, out)
+
+    def by_torch_with_defaults(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+        scale: float | None, enable_gqa: bool,
+    ) -> Tensor:  # fmt: skip
+        out: Tensor = torch_sdpa(query, key, value)  # reading five more arguments takes it 0.4 us
+        return out if out.stride() == strides else in_order_of(query, out)
+
+    if call.expanded() is not call:
+        return anyhow
+    if target == "kernel":
+        return by_kernel if call.query.is_cuda and call.dropout_p == 0.0 and not call.needs_grad() else anyhow
+    as_they_are = all(t is _rows_apart(t) for t in call[:3]) if target == "torch" else all(t.dim() == 4 for t in call[:3])
+    if not as_they_are or not _taken_by_torch(target, call):
+        return anyhow
+    return by_torch_with_defaults if call[3:9] == (None, None, 0.0, False, None, False) else by_torch
