@@ -19,7 +19,7 @@ PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "ke
 WGMMA_PRODUCTS = ("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork")
 SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma
 SPLIT = "SplitHalfWgmmaTile"  # of WgmmaLinearWork: float operands as two half terms
-FUSED = "fused_forward_kernel"
+FUSED = ("fused_forward_kernel", "rows_forward_kernel")
 WARPGROUP_ARCH = "sm_90a"
 HALF = ("__half", "__nv_bfloat16")
 GLIBC_FLOOR = (2, 34)
@@ -74,13 +74,16 @@ def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -
 
 
 def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
-    """The products by wgmma, of both half types and float; the fused forward in every class named, with and without mask."""
-    classes = sorted({int(found) for _, name, _ in functions if FUSED in name for found in re.findall(r"Li(\d+)EEELb[01]E", name)})
-    if not classes:
-        findings.append(f"{FUSED} is missing")
+    """The products by wgmma, of both half types and float; the fused forwards in every instance that any architecture has."""
     wanted = [(product, dtype) for product in WGMMA_PRODUCTS for dtype in HALF]
     wanted += [("WgmmaLinearWork", SPLIT)]
-    wanted += [(FUSED, f"{dtype}Li{width}EEELb{general}E") for dtype in HALF for width in classes for general in (0, 1)]
+    for kernel in FUSED:
+        names = [name for _, name, _ in functions if kernel in name]
+        # The class of head dims, of the row kernels the rows as well; whether there is a mask.
+        instances = sorted({found for name in names for found in re.findall(r"(?:Li\d+E)+EELb[01]E", name)})
+        if not instances:
+            findings.append(f"{kernel} is missing")
+        wanted += [(kernel, dtype + instance) for dtype in HALF for instance in instances]
     for kernel, argument in wanted:
         chosen = [(name, code) for arch, name, code in functions if arch == WARPGROUP_ARCH and kernel in name and argument in name]
         if not chosen:
@@ -88,7 +91,7 @@ def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[s
         for name, code in chosen:
             check_code(WARPGROUP_ARCH, name, code, ("HGMMA", "UTMALDG"), findings)
     for arch, name, code in functions:
-        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WGMMA_PRODUCTS, FUSED)):
+        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WGMMA_PRODUCTS, *FUSED)):
             check_code(arch, name, code, (r"BPT\.TRAP",), findings)
 
 

@@ -73,9 +73,12 @@ def main() -> None:
         run(half, 40, 300, E, Ev, kernel=kernel, mask=torch.rand(40, 300, device="cuda") > 0.7, enable_gqa=True)
         run(half, 40, 300, E, Ev, kernel=kernel, mask=torch.randn(2, 1, 300, device="cuda", dtype=half), dropout_p=0.25)
     if torch.cuda.get_device_capability() == (9, 0):
-        # 140 and 136 tiles of 64 rows on 132 processors: CTAs stay, over tiles of one to three blocks of keys, and in passes over
-        # all columns of values; the last one takes passes with a tile a CTA. The backward pass is that of the problems above.
-        run(half, 2240, 300, 64, 64, kernel="sm90_512", backward=False, causal=True, enable_gqa=True)
+        # CTAs stay, over tiles of one to three blocks of keys: 200 and 140 tiles of 128 rows on 132 processors, 140 and 136 of 64
+        # rows. sm90_1024 in passes over all columns of values, in the last one with a tile a CTA. The backward pass is that of the
+        # problems above.
+        run(half, 6400, 300, 64, 64, kernel="sm90_256", backward=False, causal=True, enable_gqa=True)
+        run(half, 8900, 130, 136, 256, kernel="sm90_256", backward=False, mask=torch.rand(1, 130, device="cuda") > 0.5)
+        run(half, 2240, 300, 320, 264, kernel="sm90_512", backward=False, causal=True, enable_gqa=True)
         run(half, 4300, 130, 72, 520, kernel="sm90_1024", backward=False)
         run(half, 2560, 70, 1024, 520, kernel="sm90_1024", backward=False, causal=True)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):

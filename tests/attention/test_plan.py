@@ -32,6 +32,10 @@ def against(kernel: str, table: str = "forward", **facts: int) -> str:
     return plan(table, **facts).refusals[OPS.kernels(table).index(kernel)]
 
 
+def cost(kernel: str, **facts: int) -> int:
+    return plan(**facts).costs[FORWARD.index(kernel)]
+
+
 def needs_hopper_kernels() -> None:
     if "9.0a" not in OPS.build_info()[3]:
         pytest.skip("this build has no kernels for Hopper")
@@ -51,7 +55,8 @@ def test_tables() -> None:
 
 
 TYPICAL = {"N": 8, "L": 1024, "S": 1024, "E": 512, "Ev": 512}
-FUSED, SM90 = ("sm90_512", "sm90_1024"), FORWARD[1:]
+NARROW = TYPICAL | {"N": 64, "E": 256, "Ev": 256}  # that every kernel takes
+FUSED, ROWS_OF_64, SM90 = ("sm90_256", "sm90_512", "sm90_1024"), ("sm90_512", "sm90_1024"), FORWARD[1:]
 REFUSALS = [  # who refuses, for which facts, in which words
     *((SM90, {size: 0}, "it does not take sizes of 0") for size in TYPICAL),
     (SM90, {"type": FLOAT}, "it takes float16 and bfloat16, not float32"),
@@ -65,12 +70,14 @@ REFUSALS = [  # who refuses, for which facts, in which words
     (SM90, {"batch_dims": 4}, "strides keep 4 leading dims apart, and it takes 3"),
     (FUSED, {"batch_dims": 3, "key_group": 2, "value_group": 2}, "strides keep 3 leading dims apart, and it takes 2"),
     (FUSED, {"key_group": 4, "value_group": 2}, "key and value have different head counts"),
-    (FUSED, {"key_group": 65, "value_group": 65, "N": 65}, "more than 64 query heads share a key head"),
+    (ROWS_OF_64, {"key_group": 65, "value_group": 65, "N": 65}, "more than 64 query heads share a key head"),
+    (ROWS_OF_64, {"key_group": 128, "value_group": 128, "N": 128}, "more than 64 query heads share a key head"),
+    (FUSED, {"key_group": 129, "value_group": 129, "N": 129}, "more than "),
     (FUSED, {"key_group": 2, "value_group": 2, "query__heads_apart": 0}, "query's heads, of which several share a key head,"),
     (FUSED, {"L": (1 << 31) - 1024, "N": 1}, "it counts rows and tiles in 32 bits, and here are more"),
     (FUSED, {"L": 1 << 26, "N": 1 << 12, "Ev": 128}, "it counts rows and tiles in 32 bits, and here are more"),
-    (("sm90_512",), {"E": 513}, "it takes head dims up to 512"),
-    (("sm90_512",), {"Ev": 513}, "it takes head dims up to 512"),
+    *((("sm90_256",), {size: 257}, "it takes head dims up to 256") for size in ("E", "Ev")),
+    *((("sm90_256", "sm90_512"), {size: 513}, "it takes head dims up to ") for size in ("E", "Ev")),
     (FUSED, {"E": 1025}, "it takes head dims up to "),
 ]  # fmt: skip
 
@@ -79,7 +86,7 @@ REFUSALS = [  # who refuses, for which facts, in which words
 def test_refusals(kernels: tuple[str, ...], facts: dict[str, int], words: str) -> None:
     """Every clause, each from just the kernels that it belongs to; the pipeline refuses nothing."""
     needs_hopper_kernels()
-    found = plan(**TYPICAL | facts)
+    found = plan(**NARROW | facts)
     for name, clause in zip(FORWARD, found.refusals, strict=True):
         assert clause.startswith(words) if name in kernels else clause == "", (name, clause)
     assert found.kernel not in kernels
@@ -91,15 +98,17 @@ def test_limits_are_taken() -> None:
     for facts in ({"S": 1 << 18}, {"batch_dims": 3}, {"key_group": 64, "value_group": 64, "N": 64, "batch_dims": 2},
                   {"query__heads_apart": 0}, {"query__row_alignment": 16, "key__row_alignment": 32}, {"type": BFLOAT16},
                   {"S": 1 << 20, "L": 8, "causal": 1}):  # fmt: skip
-        assert not any(plan(**TYPICAL | facts).refusals), facts
+        assert not any(plan(**NARROW | facts).refusals), facts
+    assert not against("sm90_256", **NARROW | {"key_group": 128, "value_group": 128, "N": 128})
+    assert not against("sm90_512", **TYPICAL)
     assert not against("sm90_1024", **TYPICAL | {"E": 1024, "Ev": 5000}) and not against("sm90_pipeline", **TYPICAL | {"E": 5000})
 
 
 def test_cards() -> None:
     for capability, words in ((80, "it needs compute capability 9.0, not 8.0"), (100, "it needs compute capability 9.0, not 10.0")):
-        found = plan(**TYPICAL, capability=capability)
+        found = plan(**NARROW, capability=capability)
         assert found.refusals == ["", *[words] * (len(FORWARD) - 1)] and found.kernel == "pipeline"
-        assert re.fullmatch(rf"no other kernel takes it; sm90_512 would take \d+ us, but {words}", found.reason)
+        assert re.fullmatch(rf"no other kernel takes it; sm90_256 would take \d+ us, but {words}", found.reason)
         assert 0 < found.workspace <= CAP and not found.preferred
 
 
@@ -114,7 +123,7 @@ def test_reason_names_the_fastest_that_refused() -> None:
     assert grouped.kernel == "sm90_pipeline"
     assert re.search(r"; sm90_512 would take \d+ us, but key and value have different head counts$", grouped.reason)
     wide = plan(**TYPICAL | {"E": 2000, "Ev": 2000})  # what has no tile for the head dims has no estimate either
-    assert wide.costs[1:3] == [NO_COST, NO_COST] and "would take" not in wide.reason
+    assert wide.costs[1:4] == [NO_COST] * 3 and "would take" not in wide.reason
 
 
 def some_problems(count: int) -> list[dict[str, int]]:
@@ -177,10 +186,44 @@ def test_the_choice_is_the_cheapest_that_does_not_refuse() -> None:
 def test_fewer_sms_choose_otherwise() -> None:
     """Rounds count: a problem of just as many tiles as a card has SMs takes one on it and two on a smaller one."""
     needs_hopper_kernels()
-    of_512 = [plan(N=33, L=256, S=4096, E=512, Ev=512, sms=sms).costs[1] for sms in (132, 114)]
+    of_512 = [cost("sm90_512", N=33, L=256, S=4096, E=512, Ev=512, sms=sms) for sms in (132, 114)]
     assert of_512[1] > 1.9 * of_512[0]
+    assert cost("sm90_256", N=133, L=128, S=4096, E=128, Ev=128) > 1.9 * cost("sm90_256", N=132, L=128, S=4096, E=128, Ev=128)
     kernels = {tuple(planned(shape, sms=sms).kernel for sms in (132, 78)) for shape in SHAPES["class1024"]}
     assert any(first != second for first, second in kernels)
+
+
+@pytest.mark.parametrize("facts", [{}, {"causal": 1}, {"mask": BOOL, "mask_rows": 1}, {"dropout": 1}])
+@pytest.mark.parametrize(("L", "S"), [(77, 77), (128, 4096), (1000, 300), (4096, 4096)])
+@pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (8, 256), (256, 8)])
+def test_row_kernels_are_chosen(E: int, Ev: int, L: int, S: int, facts: dict[str, int]) -> None:
+    """Up to head dim 256 where their tiles fill the card, and where more than 64 query heads share a key head, too."""
+    needs_hopper_kernels()
+    for group in (1, 8, 128):
+        sizes = {"N": 128, "L": L, "S": S, "key_group": group, "value_group": group}
+        found = plan(**sizes, E=E, Ev=Ev, **facts)
+        assert found.kernel == "sm90_256" and (group <= 64) == (found.refusals[FORWARD.index("sm90_512")] == "")
+
+
+def test_classes_of_the_row_kernels() -> None:
+    """The larger of E and Ev rules, in steps: 64, 128, 192 with Ev up to 128, 192, 256. Columns that lack are multiplied."""
+    ends = [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256)]
+    costs = [cost("sm90_256", N=132, L=128, S=8192, E=E, Ev=Ev) for E, Ev in ends]
+    assert costs == sorted(set(costs))
+    begins = [((8, 64), (64, 8)), ((65, 8), (8, 65)), ((129, 8), (136, 128)), ((8, 129), (129, 136)), ((193, 8), (8, 193))]
+    for end, same in zip(costs, begins, strict=True):
+        assert {cost("sm90_256", N=132, L=128, S=8192, E=E, Ev=Ev) for E, Ev in same} == {end}
+
+
+def test_rows_of_a_tile() -> None:
+    """Up to head dim 64 192 where that takes less time; 128 above, and with masks or dropout."""
+    facts = {"N": 132, "S": 8192, "E": 64, "Ev": 64}
+    half, wide = cost("sm90_256", L=128, **facts), cost("sm90_256", L=192, **facts)
+    assert half < wide < 1.4 * half
+    for other in ({"E": 72}, {"mask": BOOL}, {"dropout": 1}):
+        assert cost("sm90_256", L=192, **facts | other) > 1.9 * cost("sm90_256", L=128, **facts | other), other
+    grouped = facts | {"N": 132 * 100, "key_group": 100, "value_group": 100}  # a query of all 100 heads leaves 28 rows empty
+    assert cost("sm90_256", L=2, **grouped) > 1.9 * cost("sm90_256", L=1, **grouped)
 
 
 def test_preferred_is_what_was_measured_faster() -> None:

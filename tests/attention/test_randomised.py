@@ -102,7 +102,7 @@ def test_kernels_of_a_narrow_kind_are_drawn_for() -> None:
 
 
 def test_half_types_reach_the_kernels_of_hopper() -> None:
-    """On such a card: a quarter of these problems goes to the fused kernel, a tenth to the pipeline's, with several blocks."""
+    """On such a card: of these problems a sixth each goes to two fused kernels, a tenth to the pipeline's, with several blocks."""
     forced = [k for k in kernels.KERNELS if k.device == "cuda"]
     here = {k.name: replace(k, device="cpu", capability=()) for k in forced}
     ran: Counter[str] = Counter()
@@ -115,12 +115,12 @@ def test_half_types_reach_the_kernels_of_hopper() -> None:
         if not case.gqa:
             lead = torch.broadcast_shapes(*(t.shape[:-2] for t in (q, k, v)))
             q, k, v = (t.expand(*lead, *t.shape[-2:]) for t in (q, k, v))
-        order = (case.op, "sm90_512", "sm90_pipeline", "pipeline")
+        order = (case.op, "sm90_256", "sm90_512", "sm90_pipeline", "pipeline")
         name = next(name for name in order if name in here and here[name].takes(q, k, v))
         ran[name] += 1
-        if name == "sm90_512":
+        if name in ("sm90_256", "sm90_512"):
             fused.append(case)
-    assert ran["sm90_512"] > 0.25 * ran.total() and ran["sm90_pipeline"] > 0.1 * ran.total()
+    assert min(ran["sm90_256"], ran["sm90_512"]) > ran.total() / 6 and ran["sm90_pipeline"] > 0.1 * ran.total()
     blocks = [c for c in fused if c.scores[-1] > 128]
     assert len(blocks) > len(fused) // 2 and any(c.gqa and c.scores[-2] <= 20 for c in blocks)
     assert any(c.mask is not None and c.mask_kind == "blocks" and c.mask[-1] > 128 for c in blocks)

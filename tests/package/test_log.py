@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import attention_ext
 
-CLASS_512, CLASS_1024 = (128, 256, 384, 512), (768, 1024)  # head-dim classes of the two fused kernels
+CLASS_512, CLASS_1024 = (384, 512), (768, 1024)  # head-dim classes of the two kernels that share FusedTile
 LINE = re.compile(r"(\w+) on (\w+) (torch\.\w+): (\w+|torch: \w+), because (.+)")
 
 
@@ -46,10 +46,10 @@ def launched(call: Callable[[], object]) -> set[str]:
         call()
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profiler.key_averages())
-    found = {
-        kernel for kernel, part in {"pipeline": "qk_scores_kernel", "sm90_pipeline": "WgmmaScoresWork"}.items() if part in names
-    }
+    parts = {"pipeline": "qk_scores_kernel", "sm90_256": "rows_forward_kernel", "sm90_pipeline": "WgmmaScoresWork"}
+    found = {kernel for kernel, part in parts.items() if part in names}
     for width in map(int, re.findall(r"fused_forward_kernel<[^>]*FusedTile<[^>]*?(\d+)>", names)):
+        assert width in CLASS_512 + CLASS_1024
         found.add("sm90_512" if width in CLASS_512 else "sm90_1024")
     return found
 

@@ -31,8 +31,9 @@ class Kernel:
 
     capability: the compute capabilities it runs on, 10 * major + minor, empty for all. head_dims: what max(E, Ev) may be, both
     ends included. aligned: query, key and value need their rows on 16-byte boundaries. value_heads: key and value may have
-    different head counts; where not, group is how many query heads may share a key head. rank: the largest that it takes. empty: whether a dim may be 0. contract: (E, Ev) of the tests of all
-    that it takes, the widest first. sanitized: those of scripts/sanitizer_subset.py.
+    different head counts; where not, group is how many query heads may share a key head. rank: the largest that it takes.
+    empty: whether a dim may be 0. contract: (E, Ev) of the tests of all that it takes, the widest first. sanitized: those of
+    scripts/sanitizer_subset.py.
     """
 
     name: str

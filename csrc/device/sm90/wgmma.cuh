@@ -76,8 +76,10 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
   "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
 
 #define ATTENTION_EXT_DESTINATION_112 \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, " \
-  "%28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55"
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55"
 #define ATTENTION_EXT_REGISTERS_112 \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
   "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
@@ -152,7 +154,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
 
 template <class T, bool kColumnsB, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh) {
-  static_assert(kCount == 32 || kCount == 40 || kCount == 56 || kCount == 64 || kCount == 96 || kCount == 128, "n of 64, 80, 112, 128, 192 or 256");
+  static_assert(kCount == 32 || kCount == 40 || kCount == 56 || kCount == 64 || kCount == 96 || kCount == 128,
+                "n of 64, 80, 112, 128, 192 or 256");
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kCount == 32 && kHalf)
     ATTENTION_EXT_WGMMA("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", ATTENTION_EXT_REGISTERS_64);
@@ -190,13 +193,17 @@ __device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const u
   static_assert(kCount == 32 || kCount == 64, "n of 64 or 128");
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kCount == 32 && kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36", ATTENTION_EXT_REGISTERS_64);
+    ATTENTION_EXT_WGMMA_REGISTERS("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36",
+                                  ATTENTION_EXT_REGISTERS_64);
   else if constexpr (kCount == 32 && !kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("64", "bf16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36", ATTENTION_EXT_REGISTERS_64);
+    ATTENTION_EXT_WGMMA_REGISTERS("64", "bf16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36",
+                                  ATTENTION_EXT_REGISTERS_64);
   else if constexpr (kCount == 64 && kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("128", "f16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68", ATTENTION_EXT_REGISTERS_128);
+    ATTENTION_EXT_WGMMA_REGISTERS("128", "f16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68",
+                                  ATTENTION_EXT_REGISTERS_128);
   else if constexpr (kCount == 64 && !kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("128", "bf16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68", ATTENTION_EXT_REGISTERS_128);
+    ATTENTION_EXT_WGMMA_REGISTERS("128", "bf16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68",
+                                  ATTENTION_EXT_REGISTERS_128);
 }
 
 #undef ATTENTION_EXT_WGMMA_REGISTERS
