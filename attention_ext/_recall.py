@@ -15,12 +15,12 @@ from torch import Tensor
 from ._log import is_logging
 from ._torch_private import alike, autocasts, dispatch_modes, forward_mode_is_open, transforms
 
-__all__ = ["Known", "Sample"]
+__all__ = ["ARRAYS", "Known", "Sample"]
 
 _Outline = Callable[[], Hashable]
 _Runs = dict[Hashable, list[tuple[Callable[..., bool], Any]]]  # by outline: the guard of the tensors, how the call is run
 _MOST, _MOST_ALIKE = 2048, 16  # outlines, and calls of one outline; beyond them all is forgotten
-_ARRAYS = (Tensor, torch.nn.Parameter)
+ARRAYS = (Tensor, torch.nn.Parameter)  # classes that leave all to the operators
 
 
 class Known:
@@ -50,7 +50,7 @@ class Known:
 
 def _is_array(tensor: Any) -> bool:
     """Whether a tensor is just what lies in memory, and something lies there."""
-    if type(tensor) not in _ARRAYS or tensor.is_nested or tensor.layout != torch.strided:
+    if type(tensor) not in ARRAYS or tensor.is_nested or tensor.layout != torch.strided:
         return False
     return tensor.data_ptr() != 0 and not tensor.is_neg()
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._dispatch import call_kernel, redispatch, register_operator
 from .._log import log_call, log_wanted
-from .._recall import Known, Sample
+from .._recall import ARRAYS, Known, Sample
 from .._torch_private import cpu_precision, torch_linear
 from .._transforms import autocast_to, below_autocast, why_composed, wraps
 from .checks import check_linear_float32
@@ -69,6 +69,8 @@ def _outline(input: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
 def recall(input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor] | None:
     """PyTorch's linear, if a call like this one is known to come to nothing else."""
     tensors = (input, weight) if bias is None else (input, weight, bias)
+    if not all(type(tensor) in ARRAYS for tensor in tensors):  # other classes are to see the function, not reads of sizes
+        return None
     try:
         run: Callable[..., Tensor] | None = _KNOWN.find(_outline(input, weight, bias), *tensors)
     except (AttributeError, RuntimeError, TypeError):  # of a tensor without sizes, or an argument that is no tensor

@@ -17,7 +17,18 @@ from choice import CAP, facts
 from paths import ROOT
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch_route import BF16, FP16, FP32, fake, fake_qkv, forgotten, needs_library, pretend, routed
+from torch_route import (
+    BF16,
+    FP16,
+    FP32,
+    fake,
+    fake_qkv,
+    forgotten,
+    generous,  # noqa: F401 (a fixture for all tests here)
+    needs_library,
+    pretend,
+    routed,
+)
 
 import attention_ext
 from attention_ext import _torch_private

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 from helpers import close, compare, leaves, normal, qkv, run, sdpa, sdpa_with_lse
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
-from torch_route import BF16, CALLS, FP16, FP32, as_arguments, kernel_of, problem
+from torch_route import (
+    BF16,
+    CALLS,
+    FP16,
+    FP32,
+    as_arguments,
+    generous,  # noqa: F401 (a fixture for all tests here)
+    kernel_of,
+    problem,
+)
 
 import attention_ext
 

@@ -11,7 +11,14 @@ from helpers import close, leaves, normal, qkv, run, sdpa
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
-from torch_route import BF16, FP16, as_arguments, kernel_of, problem
+from torch_route import (
+    BF16,
+    FP16,
+    as_arguments,
+    generous,  # noqa: F401 (a fixture for all tests here)
+    kernel_of,
+    problem,
+)
 
 import attention_ext
 

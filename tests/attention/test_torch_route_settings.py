@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch_route import fake, fake_qkv, forgotten, needs_library, pretend, routed
+from torch_route import (
+    fake,
+    fake_qkv,
+    forgotten,
+    generous,  # noqa: F401 (a fixture for all tests here)
+    needs_library,
+    pretend,
+    routed,
+)
 
 from attention_ext import _torch_private
 

@@ -20,6 +20,7 @@ from torch_route import (
     fake,
     fake_qkv,
     forgotten,
+    generous,  # noqa: F401 (a fixture for all tests here)
     needs_library,
     pretend,
     routed,

@@ -16,11 +16,39 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 import attention_ext
 from attention_ext import _torch_private
 from attention_ext._libraries import CUDA_PROBLEM
-from attention_ext.attention import choice, router, torch_cuda
+from attention_ext._recall import Known
+from attention_ext.attention import choice, recall, router, torch_cuda
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 needs_library = pytest.mark.skipif(CUDA_PROBLEM is not None, reason=str(CUDA_PROBLEM))
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
+# A table for Hopper where PyTorch's back ends run as much as they may: what a back end is not to run is for the guards to say,
+# whatever was measured (routes.py).
+_GENEROUS = {
+    ("half", "plain", False): (("cudnn", 256), ("flash", 96)),
+    ("half", "plain, one query", False): (("cudnn", 128), ("flash", 128)),
+    ("half", "plain, another width of values", False): (("cudnn", 192),),
+    ("half", "causal", False): (("cudnn", 256), ("flash", 96)),
+    ("half", "causal, another width of values", False): (("cudnn", 192),),
+    ("half", "causal, L and S apart", False): (("cudnn", 256), ("flash", 96)),
+    ("half", "bool mask", False): (("cudnn", 128),),
+    ("half", "plain", True): (("cudnn", 256), ("flash", 256), ("efficient", 32)),
+    ("half", "plain, another width of values", True): (("cudnn", 192), ("efficient", 128)),
+    ("half", "causal", True): (("cudnn", 256), ("flash", 256), ("efficient", 128)),
+    ("half", "causal, another width of values", True): (("cudnn", 192), ("efficient", 128)),
+    ("half", "causal, L and S apart", True): (("cudnn", 256), ("flash", 256), ("efficient", 128)),
+    ("half", "bool mask", True): (("cudnn", 256), ("efficient", 128)),
+}
+
+
+@pytest.fixture(autouse=True)
+def generous(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For every test of a module that imports this: the generous table, and nothing kept of calls under another one."""
+    monkeypatch.setattr(choice, "ROUTES", {(9, 0): _GENEROUS})
+    monkeypatch.setattr(recall, "_KNOWN", Known())
+    choice.decide.cache_clear()
+    yield
+    choice.decide.cache_clear()
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, cudnn_first: bool = True) -> None:
