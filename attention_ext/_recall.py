@@ -18,6 +18,7 @@ from ._torch_private import alike, autocasts, dispatch_modes, forward_mode_is_op
 __all__ = ["Known", "Sample"]
 
 _Outline = Callable[[], Hashable]
+_Runs = dict[Hashable, list[tuple[Callable[..., bool], Any]]]  # by outline: the guard of the tensors, how the call is run
 _MOST, _MOST_ALIKE = 2048, 16  # outlines, and calls of one outline; beyond them all is forgotten
 _ARRAYS = (Tensor, torch.nn.Parameter)
 
@@ -26,24 +27,25 @@ class Known:
     """How calls of one operator are run."""
 
     def __init__(self) -> None:
-        self._runs: dict[Hashable, list[tuple[Callable[..., bool], Any]]] = {}
+        self._runs: dict[bool, _Runs] = {False: {}, True: {}}  # by whether autograd records
 
     def find(self, outline: Hashable, *tensors: Any) -> Any:
         """What was kept of a call like this one; None where there is nothing, and where calls are logged."""
         if is_logging() or forward_mode_is_open():
             return None
-        for is_like, run in self._runs.get(outline, ()):
+        for is_like, run in self._runs[torch.is_grad_enabled()].get(outline, ()):
             if is_like(*tensors):
                 return run
         return None
 
     def keep(self, outline: Hashable, is_like: Callable[..., bool], run: Any) -> None:
-        if len(self._runs) >= _MOST:
-            self._runs.clear()
-        alike = self._runs.setdefault(outline, [])
-        if len(alike) >= _MOST_ALIKE:
-            alike.clear()
-        alike.append((is_like, run))
+        runs = self._runs[torch.is_grad_enabled()]
+        if len(runs) >= _MOST:
+            runs.clear()
+        same = runs.setdefault(outline, [])
+        if len(same) >= _MOST_ALIKE:
+            same.clear()
+        same.append((is_like, run))
 
 
 def _is_array(tensor: Any) -> bool:

@@ -64,6 +64,8 @@ def main() -> None:
     run(half, 20, 1500, 16, 16)  # a CTA for each row of the softmax
     run(half, 3, 9000, 16, 16)  # rows that do not fit into registers
     run(half, 300, 300, 64, 64, workspace_bytes=1 << 17)  # several slices
+    run(half, 300, 300, 64, 64, workspace_bytes=1 << 19, enable_gqa=True, mask=torch.randn(1, 300, device="cuda"))  # cut
+    run(half, 1100, 130, 16, 16, enable_gqa=True, causal=True)  # CTAs share the rows of a query head
     here = [kernel for kernel in KERNELS if kernel.device == "cuda" and kernel.runs_here()]
     for kernel, E, Ev in ((of.name, *dims) for of in here for dims in of.sanitized):
         run(half, 70, 300, E, Ev, kernel=kernel)
