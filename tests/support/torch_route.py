@@ -17,14 +17,34 @@ import attention_ext
 from attention_ext import _torch_private
 from attention_ext._libraries import CUDA_PROBLEM
 from attention_ext.attention import choice, router, torch_cuda
+from attention_ext.attention.routes import ROUTES
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 needs_library = pytest.mark.skipif(CUDA_PROBLEM is not None, reason=str(CUDA_PROBLEM))
 FLASH, EFFICIENT = "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"
 
 
+# In the place of what was measured on Hopper, which changes with every kernel: a back end for most calls.
+HOPPER_ROUTES = {
+    ("half", "plain", False): (("cudnn", 256), ("flash", 96)),
+    ("half", "plain, one query", False): (("cudnn", 128), ("flash", 128)),
+    ("half", "plain, another width of values", False): (("cudnn", 192),),
+    ("half", "causal", False): (("cudnn", 256), ("flash", 96)),
+    ("half", "causal, another width of values", False): (("cudnn", 192),),
+    ("half", "causal, L and S apart", False): (("cudnn", 256), ("flash", 96)),
+    ("half", "bool mask", False): (("cudnn", 128),),
+    ("half", "plain", True): (("cudnn", 256), ("flash", 256), ("efficient", 32)),
+    ("half", "plain, another width of values", True): (("cudnn", 192), ("efficient", 128)),
+    ("half", "causal", True): (("cudnn", 256), ("flash", 256), ("efficient", 128)),
+    ("half", "causal, another width of values", True): (("cudnn", 192), ("efficient", 128)),
+    ("half", "causal, L and S apart", True): (("cudnn", 256), ("flash", 256), ("efficient", 128)),
+    ("half", "bool mask", True): (("cudnn", 256), ("efficient", 128)),
+}
+
+
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, cudnn_first: bool = True) -> None:
-    """A card of this capability beside a cuDNN that PyTorch's operator tries first, or not; None: no card."""
+    """A card of this capability beside a cuDNN that PyTorch's operator tries first, or not; None: no card. HOPPER_ROUTES holds."""
+    monkeypatch.setitem(ROUTES, (9, 0), HOPPER_ROUTES)
     monkeypatch.setattr(torch_cuda, "_capability", lambda index: capability)
     monkeypatch.setattr(_torch_private, "_cudnn_would_come_first", lambda: cudnn_first)
     choice.decide.cache_clear()
