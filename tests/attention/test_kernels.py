@@ -221,7 +221,8 @@ def test_few_keys_and_many_rows(kernel: Kernel, dtype: torch.dtype, E: int, Ev: 
 @pytest.mark.parametrize("kind", ["plain", "causal", "grouped, causal"])
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), [row for row in with_contract_dims(HALVES) if row.values[0].capability])
 def test_many_tiles_and_several_blocks(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, kind: str, poison_all: None) -> None:
-    """Two or three tiles for each of an H100's 132 processors, whose CTAs stay, over up to three or four blocks of 128 keys."""
+    """Two or three tiles of 64 rows for each of an H100's 132 processors, whose CTAs stay, over up to three or four blocks of 128
+    keys. Those of 128 and 192 rows have more tiles in test_row_kernels.py."""
     needs_the_card(kernel)
     causal, grouped = "causal" in kind, "grouped" in kind
     heads, L, S = ((10, 2) if grouped else (5, 5)), 421, 300 if dtype == torch.float16 else 400

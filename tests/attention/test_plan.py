@@ -200,8 +200,7 @@ def test_row_kernels_are_chosen(E: int, Ev: int, L: int, S: int, facts: dict[str
     """Up to head dim 256 where their tiles fill the card, and where more than 64 query heads share a key head, too."""
     needs_hopper_kernels()
     for group in (1, 8, 128):
-        sizes = {"N": 128, "L": L, "S": S, "key_group": group, "value_group": group}
-        found = plan(**sizes, E=E, Ev=Ev, **facts)
+        found = plan(N=128, L=L, S=S, E=E, Ev=Ev, key_group=group, value_group=group, **facts)
         assert found.kernel == "sm90_256" and (group <= 64) == (found.refusals[FORWARD.index("sm90_512")] == "")
 
 
@@ -245,6 +244,24 @@ def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
             assert found.workspace <= max(cap, row)
             assert (found.workspace == 0) == (found.kernel in FUSED)
     assert plan(**TYPICAL | {"N": 0}).workspace == plan(**TYPICAL | {"L": 0}).workspace == 0
+
+
+@pytest.mark.parametrize(("E", "keys"), [(64, 128), (128, 128), (192, 112), (256, 80)])
+def test_workspace_of_a_mask(E: int, keys: int) -> None:
+    """sm90_256 marks blocks of keys for 64 queries, a byte each, of every matrix that the mask has of its own."""
+    needs_hopper_kernels()
+    facts, blocks = {"N": 64, "L": 1000, "S": 2000, "E": E, "Ev": E, "mask": BOOL}, -(-2000 // keys)
+    for more, cells in (
+        ({}, blocks),
+        ({"mask_rows": 1, "mask_matrices": 64}, 64 * 16 * blocks),
+        ({"mask_rows": 1, "cap": 16 * blocks}, 16 * blocks),
+        ({"mask_rows": 1, "cap": 16 * blocks - 1}, 0),
+        ({"S": 4 * keys}, 4),
+        ({"S": 4 * keys - 1}, 0),
+        ({"mask": 0}, 0),
+    ):
+        found = plan(**facts | more)
+        assert (found.kernel, found.workspace) == ("sm90_256", cells), more
 
 
 LINEAR = [  # facts, capability, the kernel, a part of the reason

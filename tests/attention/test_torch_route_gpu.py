@@ -112,11 +112,12 @@ def test_scores_of_infinity(causal: bool) -> None:
     """The row is NaN as everywhere, and no other."""
     q, k, v = qkv((1,), (2,), 256, 256, 64, dtype=BF16, device="cuda")
     q[0, 0, 7], k[0, 0, 5] = 3e19, 3e19
-    out = sdpa(q, k, v, is_causal=causal)
-    assert kernel_of(q, k, v, is_causal=causal) == "torch: cudnn" or torch.cuda.get_device_capability() != (9, 0)
     others = [row for row in range(256) if row != 7]
-    assert bool(out[0, 0, 7].isnan().all())
-    assert bool(out[0, 0, others].isfinite().all()) and bool(out[0, 1].isfinite().all())
+    for inputs in ([q, k, v], leaves(q, k, v)):
+        out = sdpa(*inputs, is_causal=causal)
+        assert bool(out[0, 0, 7].isnan().all())
+        assert bool(out[0, 0, others].isfinite().all()) and bool(out[0, 1].isfinite().all())
+    assert kernel_of(*inputs, is_causal=causal) == "torch: cudnn" or torch.cuda.get_device_capability() != (9, 0)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -141,7 +142,7 @@ def test_deterministic_gradients(dtype: torch.dtype, causal: bool, deterministic
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_autocast(grad: bool) -> None:
-    """The region's dtype, by PyTorch's operator (without a gradient) and by name, which does not cast itself."""
+    """The region's dtype: of this package's kernels (without a gradient) and of a back end by name, which does not cast itself."""
     q, k, v = qkv((2,), (4,), 192, 192, 64, device="cuda")
     with torch.autocast("cuda", BF16):
         inputs = leaves(q, k, v) if grad else [q, k, v]
@@ -180,7 +181,8 @@ def test_back_ends_turned_off() -> None:
         assert not kernel_of(q, k, v).startswith("torch")
         compare(q, k, v)
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        assert kernel_of(q, k, v) == "torch: flash" == launched(lambda: sdpa(q, k, v))
+        inputs = leaves(q, k, v)
+        assert kernel_of(*inputs) == "torch: flash" == launched(lambda: sdpa(*inputs))
 
 
 def test_the_log_says_what_explain_says(caplog: pytest.LogCaptureFixture) -> None:
