@@ -36,14 +36,12 @@ struct WgmmaScores {
     int64_t mask;  // offset of the matrix
   };
 
-  __device__ __forceinline__ int m_tiles() const { return static_cast<int>((p.slice.row_count + Tile::kM - 1) / Tile::kM); }
-  __device__ __forceinline__ int n_tiles() const { return static_cast<int>((p.slice.col_count + Tile::kN - 1) / Tile::kN); }
-  __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
+  __device__ __forceinline__ ScoreTiles<Tile> score_tiles() const { return {p.slice, p.sequence.causal}; }
+  __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * score_tiles().of_matrix(); }
 
   __device__ __forceinline__ Place aim(int64_t tile) const {
     Place at;
-    static_cast<ScorePlace&>(at) =
-        score_place<Tile>(p.slice, p.sequence, tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0));
+    static_cast<ScorePlace&>(at) = score_place<Tile>(p.slice, p.sequence, score_tiles().at(static_cast<unsigned>(tile)));
     at.steps = at.hidden ? 0 : static_cast<int>((p.E + Tile::kK - 1) / Tile::kK);
     at.a.at[0] = at.b.at[0] = 0;
     at.a.at[1] = at.row;
@@ -209,8 +207,7 @@ cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
   cudaError_t status = make_tensor_map(maps.a, params.type, params.batch, params.query, params.L, params.E, Tile::kM);
   if (status == cudaSuccess) status = make_tensor_map(maps.b, params.type, params.batch, params.key, keys, params.E, Tile::kN);
   if (status != cudaSuccess) return status;
-  const int64_t tiles =
-      ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.slice.col_count, Tile::kN) * params.slice.batch_count;
+  const int64_t tiles = params.slice.batch_count * ScoreTiles<Tile>(params.slice, params.sequence.causal).of_matrix();
   return params.mask_type == MaskType::kNone ? launch_wgmma_tiles<WgmmaScoresWork, Tile>(params, maps, tiles, stream)
                                              : launch_wgmma_tiles<MaskedWgmmaScoresWork, Tile>(params, maps, tiles, stream);
 }
