@@ -33,8 +33,9 @@ __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequ
   return at;
 }
 
-// The tiles of a slice's scores, matrix after matrix and in the order of tile_of, without those above the diagonal of a causal call:
-// if these had numbers too, CTAs that take every n-th tile would meet many of them or few. The slice's keys begin with the first.
+// The tiles of a slice's scores, matrix after matrix and in the order of tile_of, without those above the diagonal of a causal
+// call: if these had numbers too, some CTAs that take every n-th tile would meet many of them and some none. The slice's keys begin
+// with the first.
 template <class Tile>
 struct ScoreTiles {
   int m_tiles, n_tiles;
@@ -86,7 +87,7 @@ struct ScoreTiles {
     return static_cast<unsigned>(end / 2) * static_cast<unsigned>((end - 1) / 2);
   }
 
-  int first_;  // twice the column tiles that the first row tile sees, rounded down in halves; in all 2 n_tiles or more where all
+  int first_;  // row tile m sees (first_ + m) / 2 column tiles, or all there are
 };
 
 // Whether all rows and keys of the tile exist, and every row sees every key.

@@ -3,8 +3,8 @@
 //
 // Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/sm90/mainloop.cuh; k ends at the last key that a row of
 // the tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
-// Grid: persistent CTAs, one an SM. Causal: the longest row tiles of all matrices first, and every other round of CTAs backwards, so
-// that a CTA's row tiles come to about the same in all. Shared memory: WgmmaTile::Shared. Registers: 232.
+// Grid: persistent CTAs, one an SM. Causal: the longest row tiles of all matrices first, and CTAs in reverse every other round, so
+// that each gets about as many keys. Shared memory: WgmmaTile::Shared. Registers: 232.
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
