@@ -15,10 +15,12 @@ struct PipelineRates {
   int64_t score_step;              // of a tile of scores, by 64 of E
   int64_t value_step;              // of a tile of 128 x 128 or, by wgmma, 128 x 256 results, by 64 keys
   int64_t score_tile, value_tile;  // epilogues
-  int64_t edge;                    // more for 64 keys of a tile of scores that a mask, the diagonal or an edge touches
+  int64_t edge;                    // more for 64 keys of a tile of scores that the diagonal or an edge touches
+  int64_t mask;                    // the same under a mask
   int64_t edge_rows, mask_rows;    // more for 128 rows there, and where the mask's rows differ
   int64_t statistics;              // of 64 keys in 2^20 rows
-  int64_t rewritten;               // more for those where a mask or dropout changes weights
+  int64_t rewritten;               // more for those where dropout changes weights
+  int64_t masked;                  // more for those under a mask
   int64_t bytes;                   // a ns, from memory and L2
 };
 constexpr PipelineRates kPipeline = {
@@ -32,10 +34,12 @@ constexpr PipelineRates kPipeline = {
     .score_tile = 6460,
     .value_tile = 3700,
     .edge = 2220,
+    .mask = 2220,
     .edge_rows = 1420,
     .mask_rows = 930,
     .statistics = 5300,
     .rewritten = 240000,
+    .masked = 240000,
     .bytes = 6300,
 };
 constexpr PipelineRates kSm90Pipeline = {
@@ -49,10 +53,12 @@ constexpr PipelineRates kSm90Pipeline = {
     .score_tile = 300,
     .value_tile = 300,
     .edge = 4000,
+    .mask = 400,
     .edge_rows = 380,
-    .mask_rows = 830,
+    .mask_rows = 350,
     .statistics = 38000,
     .rewritten = 286000,
+    .masked = 0,
     .bytes = 8300,
 };
 
@@ -87,8 +93,7 @@ int64_t pipeline_cost(const Problem& p, const DeviceInfo& card, int64_t cap, boo
     const int64_t row_tiles = matrices * ceil_div(rows, rates.tile_rows);
     const int64_t score_tiles = times(row_tiles, score_cols), out_tiles = times(row_tiles, value_tiles);
     int64_t scores = times(ceil_div(score_tiles, slots), score_tile), values = times(ceil_div(out_tiles, slots), value_tile);
-    if (p.causal && !wgmma) {
-      // Tiles above the diagonal end at once. Not so where CTAs stay and take every n-th tile: some of them meet none of those.
+    if (p.causal) {  // tiles above the diagonal are left out or end at once
       const auto seen = [&](int64_t all, int64_t keys, int64_t tile) {
         const int64_t part =
             visible_blocks(p.L, S, rates.tile_rows, keys, true) * 1024 / visible_blocks(p.L, S, rates.tile_rows, keys, false);
@@ -98,8 +103,9 @@ int64_t pipeline_cost(const Problem& p, const DeviceInfo& card, int64_t cap, boo
       values = seen(out_tiles, 64, value_tile);
     }
     // Tiles of scores that are not wholly visible. They lie in a pattern, so a CTA may meet one more than the average.
-    const int64_t edge = segments * (rates.edge + (rates.edge_rows + (p.mask_rows ? rates.mask_rows : 0)) *
-                                                      std::min(rows, rates.tile_rows) / rates.tile_rows);
+    const int64_t edge =
+        segments * ((masked ? rates.mask : rates.edge) + (rates.edge_rows + (p.mask_rows ? rates.mask_rows : 0)) *
+                                                             std::min(rows, rates.tile_rows) / rates.tile_rows);
     int64_t edges = score_tiles - matrices * (rows / rates.tile_rows) * (S / rates.tile_cols);
     if (p.causal) edges += matrices * std::min(ceil_div(rows, rates.tile_rows), ceil_div(S, rates.tile_rows));
     const int64_t all_edges = times(std::max<int64_t>(scores / score_tile, 1), edge);
@@ -115,7 +121,8 @@ int64_t pipeline_cost(const Problem& p, const DeviceInfo& card, int64_t cap, boo
     if (p.L % slices.rows > 0) busy += times(p.N, slice(1, p.L % slices.rows));
   }
   const int64_t rows = times(p.N, p.L);
-  busy += times(rows, key_steps, rates.statistics + (masked || p.dropout ? rates.rewritten : 0)) >> 20;
+  const int64_t changed = p.dropout ? rates.rewritten : masked ? rates.masked : 0;
+  busy += times(rows, key_steps, rates.statistics + changed) >> 20;
   const int64_t bytes =
       times(element, times(rows, p.E + p.Ev + 2 * S) + times(p.key.matrices, S, p.E) + times(p.value.matrices, S, p.Ev));
   return std::min(rates.first + busy + bytes / rates.bytes, kMostCost);

@@ -177,23 +177,22 @@ __device__ __forceinline__ void mask_rows(float (&x)[kCount], const float* const
   }
 }
 
-// Scales and masks a fragment from `key` on. s_mask_row: offsets of the mask's rows in shared memory, the other row's 8 after the
-// first's.
-template <class T, int kCount>
+// Scales and masks a fragment from `key` on. mask_row(half): offset of the mask's row for one of the thread's two rows.
+template <class T, int kCount, class MaskRow>
 __device__ __forceinline__ void scale_and_mask(float (&x)[kCount], float scale, const MatrixView& mask, MaskType mask_type,
-                                               const int64_t* s_mask_row, int key, int keys) {
+                                               MaskRow mask_row, int key, int keys) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) x[i] *= scale;
   const int first = key - threadIdx.x % 4 * 2;  // of the fragment
   visit_mask<T>(mask, mask_type, [&](auto* g_mask) {
     if (mask.vector && first + 2 * kCount <= keys) {
-      mask_rows(x, {g_mask + first + s_mask_row[0], g_mask + first + s_mask_row[8]});
+      mask_rows(x, {g_mask + first + mask_row(0), g_mask + first + mask_row(1)});
       return;
     }
     g_mask += key * mask.col_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      auto* g_key = g_mask + s_mask_row[8 * half];
+      auto* g_key = g_mask + mask_row(half);
 #pragma unroll
       for (int i = 2 * half; i < kCount; i += 4) {
         if (i % 16 < 4) keep_order();  // eight loads in flight; the compiler would take registers for all

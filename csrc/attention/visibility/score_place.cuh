@@ -1,4 +1,5 @@
-// Where a block tile lies in the scores of its slice, for the kernels that work on all of them.
+// Where a block tile lies in the scores of its slice, for the kernels that work on all of them; and which tiles there are, for CTAs
+// that stay and take every n-th.
 #pragma once
 
 #include "attention/visibility/key_range.cuh"
@@ -31,6 +32,63 @@ __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequ
   at.hidden = at.col >= at.range.end_of_tile(at.row, Tile::kM);
   return at;
 }
+
+// The tiles of a slice's scores, matrix after matrix and in the order of tile_of, without those above the diagonal of a causal
+// call: if these had numbers too, some CTAs that take every n-th tile would meet many of them and some none. The slice's keys begin
+// with the first.
+template <class Tile>
+struct ScoreTiles {
+  int m_tiles, n_tiles;
+
+  __host__ __device__ constexpr ScoreTiles(const Slice& slice, bool causal)
+      : m_tiles(static_cast<int>((slice.row_count + Tile::kM - 1) / Tile::kM)),
+        n_tiles(static_cast<int>((slice.col_count + Tile::kN - 1) / Tile::kN)),
+        first_(causal ? static_cast<int>((slice.row_begin + Tile::kM + Tile::kN - 1) / Tile::kM) : 2 * n_tiles) {}
+
+  __host__ __device__ constexpr unsigned of_matrix() const { return before(m_tiles); }
+
+  __device__ __forceinline__ TileIndex at(unsigned tile) const {
+    constexpr int kGroup = 8;  // of row tiles, as in tile_of
+    const unsigned batch = tile / of_matrix();
+    tile -= batch * of_matrix();
+    int group = 0;
+    for (int end = (m_tiles + kGroup - 1) / kGroup; end - group > 1;) {
+      const int middle = (group + end) / 2;
+      (before(middle * kGroup) <= tile ? group : end) = middle;
+    }
+    const int begin = group * kGroup, rows = min(m_tiles - begin, kGroup);
+    int in_group = static_cast<int>(tile - before(begin)), n = columns(begin);
+    if (in_group < n * rows) return {batch, begin + in_group % rows, in_group / rows};
+    // Columns that only the last of the group's row tiles see.
+    in_group -= n * rows;
+    for (;; ++n) {
+      const int m = 2 * (n + 1) - first_, seen = begin + rows - m;
+      if (in_group < seen) return {batch, m + in_group, n};
+      in_group -= seen;
+    }
+  }
+
+ private:
+  static_assert(Tile::kN == 2 * Tile::kM, "two row tiles more see a column tile more");
+  // Column tiles that row tile m sees.
+  __host__ __device__ constexpr int columns(int m) const {
+    const int seen = (first_ + m) / 2;
+    return seen < n_tiles ? seen : n_tiles;
+  }
+  // Tiles of the matrix's row tiles before m.
+  __host__ __device__ constexpr unsigned before(int m) const {
+    const int all = 2 * n_tiles - first_, some = all < 0   ? 0
+                                                 : all < m ? all
+                                                           : m;  // of the row tiles: those that do not see all
+    return halves(first_ + some) - halves(first_) + static_cast<unsigned>(m - some) * n_tiles;
+  }
+  // The sum of i / 2 over [0, end).
+  static __host__ __device__ constexpr unsigned halves(int end) {
+    return static_cast<unsigned>(end / 2) * static_cast<unsigned>((end - 1) / 2);
+  }
+
+  int first_;  // row tile m sees (first_ + m) / 2 column tiles, or all there are
+};
 
 // Whether all rows and keys of the tile exist, and every row sees every key.
 template <class Tile>

@@ -169,7 +169,8 @@ class FusedConsumer {
     const int first_key = block * Tile::kN + col_;
     const float scale = static_cast<float>(p_.scale), unit = kGeneral ? kLog2E : scale * kLog2E;
     if constexpr (kGeneral) {
-      scale_and_mask<T>(scores_, scale, p_.mask, p_.mask_type, shared_.mask_row + row_, first_key, work_.keys);
+      const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };
+      scale_and_mask<T>(scores_, scale, p_.mask, p_.mask_type, mask_row, first_key, work_.keys);
     }
     const KeyRange range = work_.range(p_.sequence);
     if (block * Tile::kN + Tile::kN > work_.open_keys) {

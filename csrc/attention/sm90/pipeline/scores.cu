@@ -5,6 +5,7 @@
 // four lanes: maximum, exponentials, sums, two shuffles each, and the sum of what was rounded by a product with ones; then through
 // shared memory to rows of 128 bytes.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
+// Masks: read 16 bytes at a time (score_modifier.cuh), by an instance of their own.
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/softmax/segment.cuh"
 #include "attention/visibility/score_modifier.cuh"
@@ -19,8 +20,9 @@
 namespace attention_ext {
 namespace {
 
-template <class Tile>
-struct WgmmaScoresWork {
+// kMasked: there is a mask.
+template <class Tile, bool kMasked>
+struct WgmmaScores {
   using T = typename Tile::T;
   static constexpr int kSegments = Tile::kN / kSegment;
 
@@ -30,16 +32,16 @@ struct WgmmaScoresWork {
     int steps;
     TensorPosition a, b;
   };
-  struct Nothing {};
+  struct Fetched {
+    int64_t mask;  // offset of the matrix
+  };
 
-  __device__ __forceinline__ int m_tiles() const { return static_cast<int>((p.slice.row_count + Tile::kM - 1) / Tile::kM); }
-  __device__ __forceinline__ int n_tiles() const { return static_cast<int>((p.slice.col_count + Tile::kN - 1) / Tile::kN); }
-  __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
+  __device__ __forceinline__ ScoreTiles<Tile> score_tiles() const { return {p.slice, p.sequence.causal}; }
+  __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * score_tiles().of_matrix(); }
 
   __device__ __forceinline__ Place aim(int64_t tile) const {
     Place at;
-    static_cast<ScorePlace&>(at) =
-        score_place<Tile>(p.slice, p.sequence, tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0));
+    static_cast<ScorePlace&>(at) = score_place<Tile>(p.slice, p.sequence, score_tiles().at(static_cast<unsigned>(tile)));
     at.steps = at.hidden ? 0 : static_cast<int>((p.E + Tile::kK - 1) / Tile::kK);
     at.a.at[0] = at.b.at[0] = 0;
     at.a.at[1] = at.row;
@@ -48,12 +50,14 @@ struct WgmmaScoresWork {
     set_batch(at.b, p.batch, p.key, static_cast<uint32_t>(at.n));
     return at;
   }
-  __device__ __forceinline__ Nothing fetch(const Place&, int) const { return {}; }
+  __device__ __forceinline__ Fetched fetch(const Place& at, int) const {
+    return {kMasked ? batch_offset(p.batch, p.mask, at.n, at.slice_index) : 0};
+  }
 
-  __device__ __forceinline__ void store(const Place& at, int row, Nothing, const float (&product)[Tile::kN / 2],
+  __device__ __forceinline__ void store(const Place& at, int row, const Fetched& fetched, float (&product)[Tile::kN / 2],
                                         uint32_t s_strip) const {
-    const bool plain = p.mask_type == MaskType::kNone && wholly_visible<Tile>(at);
-    if (!plain || !store_plain(at, row, product, s_strip)) store_any(at, row, product, s_strip);
+    const bool plain = !kMasked && wholly_visible<Tile>(at);
+    if (!plain || !store_plain(at, row, product, s_strip)) store_any(at, row, fetched, product, s_strip);
   }
 
   // A tile whose keys all exist and are visible: no score is computed, as the largest product is the largest score's. False where
@@ -85,41 +89,61 @@ struct WgmmaScoresWork {
     return true;
   }
 
-  // Any tile. What store_plain does of a row is done here as well, so that no row depends on its neighbours.
-  __device__ __forceinline__ void store_any(const Place& at, int row, const float (&product)[Tile::kN / 2],
+  // Any tile. What store_plain does of a row is done here as well, so that no row depends on its neighbours. Segments that none of
+  // the tile's rows sees are left out: nothing reads them.
+  __device__ __forceinline__ void store_any(const Place& at, int row, const Fetched& fetched, float (&product)[Tile::kN / 2],
                                             uint32_t s_strip) const {
     const float scale = static_cast<float>(p.scale);
-    const bool products = p.mask_type == MaskType::kNone && scales_exponents(scale);
-    const float before = products ? 1.0f : scale, after = products ? scale : 1.0f;
-    const int64_t mask_offset = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, at.n, at.slice_index);
+    const bool products = !kMasked && scales_exponents(scale);
+    const float after = products ? scale : 1.0f;
+    const int seen = at.range.end_of_tile(at.row, Tile::kM) - at.col;
+    to_scores(at, row, fetched, product, products ? 1.0f : scale, seen);
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment) {
-      if (segment * kSegment >= at.cols) break;
-      float x[kSegment / 2], references[2];
+      if (segment * kSegment >= seen) break;
+      float x[kSegment / 2];
 #pragma unroll
-      for (int i = 0; i < kSegment / 2; i += 2) {
-        const int pair_row = row + i / 2 % 2 * 8;
-        float pair[2] = {negative_infinity(0.0f), negative_infinity(0.0f)};
-        if (pair_row < at.rows) {
-          pair[0] = product[segment * (kSegment / 2) + i];
-          pair[1] = product[segment * (kSegment / 2) + i + 1];
-          make_scores<T>(pair, before, p.mask, p.mask_type, mask_offset, at.range, at.row + pair_row,
-                         at.col + segment * kSegment + i / 4 * 8 + static_cast<int>(threadIdx.x % 4 * 2));
-        }
-        x[i] = pair[0];
-        x[i + 1] = pair[1];
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const SegmentExponent exponent(after * segment_max(x, 0, half), after);
-        references[half] = exponent.reference;
+      for (int i = 0; i < kSegment / 2; ++i) x[i] = product[segment * (kSegment / 2) + i];
+      const SegmentExponent exponents[2] = {{after * segment_max(x, 0, 0), after}, {after * segment_max(x, 0, 1), after}};
+      // Left out for a warp without one; but a branch more costs the other instance spills.
+      if (!kMasked || __any_sync(0xffffffffu, exponents[0].large || exponents[1].large)) {
 #pragma unroll
         for (int i = 0; i < kSegment / 2; ++i) {
-          if (i / 2 % 2 != half) continue;
-          x[i] = exponent.weight(exponent.large ? exponent.exponent(x[i]) : x[i]);
+          if (exponents[i / 2 % 2].large) x[i] = exponents[i / 2 % 2].exponent(x[i]);
         }
       }
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) x[i] = exponents[i / 2 % 2].weight(x[i]);
+      const float references[2] = {exponents[0].reference, exponents[1].reference};
       store_segment<false>(at, row, segment, x, references, s_strip);
+    }
+  }
+
+  // product times `factor` with the mask, -inf where a row does not see a key, for the first `seen` of the tile's keys. All of it
+  // before the first exponential, so that what only masks need holds no register then.
+  __device__ __forceinline__ void to_scores(const Place& at, int row, const Fetched& fetched, float (&product)[Tile::kN / 2],
+                                            float factor, int seen) const {
+    const int warp_row = row - static_cast<int>(threadIdx.x % 32 / 4);
+    const int open = warp_row + 16 <= at.rows ? at.range.end_of_row(at.row + warp_row) : 0;  // all of the warp's rows see these
+    const auto mask_row = [&](int half) {  // of the last row for rows that do not exist
+      return fetched.mask + (at.row + min(row + 8 * half, at.rows - 1)) * p.mask.row_stride;
+    };
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+      if (segment * kSegment >= seen) break;
+      const int first_key = at.col + segment * kSegment, key = first_key + static_cast<int>(threadIdx.x % 4 * 2);
+      float x[kSegment / 2];
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) x[i] = product[segment * (kSegment / 2) + i];
+      scale_and_mask<T>(x, factor, p.mask, kMasked ? p.mask_type : MaskType::kNone, mask_row, key, at.range.keys);
+      if (first_key + kSegment > open) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          hide_keys(x, half, key, row + 8 * half < at.rows ? at.range.end_of_row(at.row + row + 8 * half) : 0);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) product[segment * (kSegment / 2) + i] = x[i];
     }
   }
 
@@ -171,6 +195,11 @@ struct WgmmaScoresWork {
 };
 
 template <class Tile>
+using WgmmaScoresWork = WgmmaScores<Tile, false>;
+template <class Tile>
+using MaskedWgmmaScoresWork = WgmmaScores<Tile, true>;
+
+template <class Tile>
 cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
   const int64_t keys = params.slice.col_begin + params.slice.col_count;
   static_assert(Tile::kM == kWgmmaTileRows && Tile::kN == kWgmmaTileCols, "slices are planned for these tiles");
@@ -178,9 +207,9 @@ cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
   cudaError_t status = make_tensor_map(maps.a, params.type, params.batch, params.query, params.L, params.E, Tile::kM);
   if (status == cudaSuccess) status = make_tensor_map(maps.b, params.type, params.batch, params.key, keys, params.E, Tile::kN);
   if (status != cudaSuccess) return status;
-  const int64_t tiles =
-      ceil_div(params.slice.row_count, Tile::kM) * ceil_div(params.slice.col_count, Tile::kN) * params.slice.batch_count;
-  return launch_wgmma_tiles<WgmmaScoresWork, Tile>(params, maps, tiles, stream);
+  const int64_t tiles = params.slice.batch_count * ScoreTiles<Tile>(params.slice, params.sequence.causal).of_matrix();
+  return params.mask_type == MaskType::kNone ? launch_wgmma_tiles<WgmmaScoresWork, Tile>(params, maps, tiles, stream)
+                                             : launch_wgmma_tiles<MaskedWgmmaScoresWork, Tile>(params, maps, tiles, stream);
 }
 
 }  // namespace

@@ -3,7 +3,8 @@
 //
 // Product of block tiles of 128 rows by 256 or 192 columns of values, gemm/sm90/mainloop.cuh; k ends at the last key that a row of
 // the tile sees. A row whose sum is 0 (no visible key) gives exactly 0.
-// Grid: persistent CTAs, one an SM; causal: longest row tiles first. Shared memory: WgmmaTile::Shared. Registers: 232.
+// Grid: persistent CTAs, one an SM. Causal: the longest row tiles of all matrices first, and CTAs in reverse every other round, so
+// that each gets about as many keys. Shared memory: WgmmaTile::Shared. Registers: 232.
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
@@ -32,12 +33,22 @@ struct WgmmaValuesWork {
   __device__ __forceinline__ int n_tiles() const { return static_cast<int>((p.Ev + Tile::kN - 1) / Tile::kN); }
   __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
 
+  __device__ __forceinline__ TileIndex tile_of_number(unsigned tile) const {
+    if (!p.sequence.causal) return tile_of(tile, m_tiles(), n_tiles(), 0);
+    const unsigned round_begin = tile - blockIdx.x;
+    if (round_begin / gridDim.x % 2 == 1) {
+      tile = min(round_begin + gridDim.x, static_cast<unsigned>(tiles())) - 1 - blockIdx.x;
+    }
+    const unsigned n = tile % n_tiles(), row_tile = tile / n_tiles(), matrices = static_cast<unsigned>(p.slice.batch_count);
+    return {row_tile % matrices, m_tiles() - 1 - static_cast<int>(row_tile / matrices), static_cast<int>(n)};
+  }
+
   __device__ __forceinline__ Place aim(int64_t tile) const {
-    const TileIndex index = tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0);
+    const TileIndex index = tile_of_number(static_cast<unsigned>(tile));
     Place at;
     at.slice_index = p.slice.batch_count - 1 - index.batch;  // what stage 1 wrote last may still lie in L2
     at.n = p.slice.batch_begin + at.slice_index;
-    at.row = (p.sequence.causal ? m_tiles() - 1 - index.m : index.m) * Tile::kM;
+    at.row = index.m * Tile::kM;
     at.col = index.n * Tile::kN;
     at.rows = static_cast<int>(p.slice.row_count) - at.row;
     at.cols = static_cast<int>(p.Ev) - at.col;

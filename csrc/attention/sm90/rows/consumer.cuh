@@ -206,7 +206,8 @@ class RowsConsumer {
     const float scale = static_cast<float>(p_.scale), unit = kGeneral ? kLog2E : scale * kLog2E;
     if constexpr (kGeneral) {
       const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
-      scale_and_mask<T>(scores_, scale, p_.mask, type, shared_.mask_row + row_, first_key, work_->keys);
+      const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };
+      scale_and_mask<T>(scores_, scale, p_.mask, type, mask_row, first_key, work_->keys);
     }
     if constexpr (kMasked) {
 #pragma unroll
