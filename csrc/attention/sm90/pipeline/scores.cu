@@ -195,9 +195,9 @@ struct WgmmaScores {
 };
 
 template <class Tile>
-using WgmmaScoresWork = WgmmaScores<Tile, false>;
+struct WgmmaScoresWork : WgmmaScores<Tile, false> {};
 template <class Tile>
-using MaskedWgmmaScoresWork = WgmmaScores<Tile, true>;
+struct MaskedWgmmaScoresWork : WgmmaScores<Tile, true> {};
 
 template <class Tile>
 cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
