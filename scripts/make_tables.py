@@ -26,16 +26,16 @@ def records() -> dict[Path, dict[str, Any]]:
     return {path: record for path, record in found.items() if path.stem == "cpu" or "forward" in record}
 
 
-def newest_sound(found: dict[Path, dict[str, Any]]) -> Path:
-    """The card that the README shows: of those measured on one day, the last by name."""
-    return max((record["date"], path) for path, record in found.items() if record.get("sound"))[1]
+def newest(found: dict[Path, dict[str, Any]]) -> Path:
+    """The card that the README shows, sound or not, which its title says: of those measured on one day, the last by name."""
+    return max((record["date"], path) for path, record in found.items() if "sound" in record)[1]
 
 
 def filled(place: re.Match[str], found: dict[Path, dict[str, Any]]) -> str:
     """The place with its table from every record of the CPU or of a card that has it, each with where it is from."""
     lines: list[str] = []
     for path, record in found.items():
-        if (path.stem == "cpu") == (place[2] == "cpu") and (place[2] not in README_TABLES or path == newest_sound(found)):
+        if (path.stem == "cpu") == (place[2] == "cpu") and (place[2] not in README_TABLES or path == newest(found)):
             command = "bench/record_cpu.py" if path.stem == "cpu" else "scripts/gpu_check WHEEL"
             if made := TABLES[place[2]](record):
                 lines += [*([] if place[2] == "chart" else [title(record), ""]), *made, ""]
@@ -49,7 +49,7 @@ def outputs() -> dict[Path, str]:
     found = records()
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     made = {page: PLACE.sub(lambda place: filled(place, found), page.read_text()) for page in pages}
-    return made | {ROOT / CHART: chart(found[newest_sound(found)])}
+    return made | {ROOT / CHART: chart(found[newest(found)])}
 
 
 def main() -> int:

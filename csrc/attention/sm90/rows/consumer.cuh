@@ -120,10 +120,8 @@ class RowsConsumer {
     wait(shared_.key_full, key_place_);
     const int block = shared_.block[key_place_.slot];
     unmasked_ = shared_.unmasked[key_place_.slot];
-    if (block < 0) {
-      __syncwarp();  // all lanes have read it
-      release(shared_.key_empty, key_place_);
-    }
+    __syncwarp();  // all lanes have read them, before one of them releases the stage
+    if (block < 0) release(shared_.key_empty, key_place_);
     return block;
   }
 
