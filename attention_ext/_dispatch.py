@@ -62,7 +62,7 @@ def _are_plain_on_cuda(arguments: Iterable[Any]) -> bool:
 
 
 def call_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operator's kernel, from anywhere else; past what costs the host 3 us where nothing but the kernel can be meant."""
+    """The operator's kernel, from anywhere else; past the guard and BackendSelect where nothing but the kernel can be meant."""
     if args[0].is_cuda and _are_plain_on_cuda((*args, *kwargs.values())):
         return on_cuda(operator, *args, **kwargs)
     with below_autograd():

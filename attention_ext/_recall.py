@@ -1,6 +1,6 @@
 """What an eager call came to, kept for the calls like it, which then run at once.
 
-Checks, route and choice take the host some 25 us, as much as a whole operator of PyTorch's. Nothing is decided here: who decides
+Checks, route and choice take the host longer than a whole operator of PyTorch's on the CPU. Nothing is decided here: who decides
 keeps here how the call is run. Calls are alike where PyTorch's own guard, the one of a compiled graph, finds their tensors alike,
 and their outlines are equal: all else that is looked at. Shapes repeat from layer to layer and from step to step, so few calls are
 new.

@@ -100,7 +100,7 @@ def alike(*tensors: Tensor) -> Callable[..., bool]:
     """PyTorch's guard of a compiled graph: whether as many tensors, here and now, are to the dispatcher like these.
 
     In class, dtype, device, sizes, strides, requires_grad, and the dispatch keys of tensor and thread (layout, negation, modes,
-    transforms, autocast, tracing, inference mode); not in grad mode. It takes 0.3 us for three tensors and holds none.
+    transforms, autocast, tracing, inference mode); not in grad mode. Quicker than to read the sizes of two tensors, and holds none.
     """
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # which the guard takes for another call
         checks = [alike(tensor) for tensor in tensors]

@@ -196,10 +196,10 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     bias is mapped by vmap, under other torch.func transforms and under forward-mode AD it is PyTorch's linear, on CUDA in float64.
     """
     out: Tensor
-    if not (is_compiling() or function_modes()) and (run := recall_linear(input, weight, bias)):
-        return run(input, weight, bias)
     if overridden(input, weight, bias):
         out = handle_torch_function(linear_float32, (input, weight, bias), input, weight, bias)
+    elif not is_compiling() and (run := recall_linear(input, weight, bias)):
+        out = run(input, weight, bias)
     else:
         out = torch.ops.attention_ext.linear_float32.default(input, weight, bias)
     return out

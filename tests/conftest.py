@@ -19,6 +19,7 @@ if workers > 1:  # a share of the cores for each and for what it starts; torch r
 
 import torch  # noqa: E402
 from helpers import baselines_taken  # noqa: E402
+from known_calls import counted_anew, forget  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -128,3 +129,10 @@ def deterministic() -> object:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Nothing is known of any call at first; an entry for each call of sdpa that is checked and routed."""
+    forget()
+    return counted_anew(monkeypatch)

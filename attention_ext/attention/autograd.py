@@ -23,7 +23,7 @@ class Attention(torch.autograd.Function):
     """sdpa_forward with a gradient, of the fields of an AttentionCall. Leading dims broadcast here, so that the parts of a
     broadcast operand's gradient are summed before they are rounded to a half type.
 
-    Without a setup_context, for which apply would read the signature of forward at each call: 12 us.
+    Without a setup_context, for which apply would read the signature of forward at each call.
     """
 
     @staticmethod

@@ -57,7 +57,7 @@ class AttentionCall(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """By name what the schemas take by name alone, but for defaults, each of which costs the host 0.3 us to pass on."""
+        """By name what the schemas take by name alone, but for defaults, which cost the host time to pass on."""
         given = zip(_OPTIONS, self[7:-1], _DEFAULTS, strict=True)
         return {name: value for name, value, default in given if value is not default}
 

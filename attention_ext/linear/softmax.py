@@ -86,17 +86,18 @@ def _run_on_cpu(
     if training or running_mean is None or running_var is None:
         mean = linear.mean(0)
         x = linear - mean
-        var = torch.square(x).mean(0)
+        out = torch.square(x)
+        var = out.mean(0)
     else:
         mean, var = (t.detach().to(acc, copy=True, memory_format=torch.contiguous_format) for t in (running_mean, running_var))
-        x = linear - mean
+        x, out = linear - mean, None
     factor = torch.rsqrt(var + eps)
     if bn_weight is not None:
         factor = factor * bn_weight.to(acc)
-    x = x.mul_(factor) if bn_bias is None else torch.addcmul(bn_bias.to(acc), x, factor)
+    x = x.mul_(factor) if bn_bias is None else torch.addcmul(bn_bias.to(acc), x, factor, out=x)
     if scale.dim() > 0 or scale.item() != 1.0:
         x.mul_(scale.to(acc))
-    return torch.softmax(x, -1).to(dtype), mean, var, linear
+    return torch.softmax(x, -1, out=out).to(dtype), mean, var, linear
 
 
 def _cpu(*args: Any) -> _Four:
