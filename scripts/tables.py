@@ -233,11 +233,13 @@ def chart_text(record: dict[str, Any]) -> list[str]:
             ratios = f"{min(found.values()):.2f} to {max(found.values()):.2f} times as fast as PyTorch's default"
             halves.append(f"{ratios} at head dims {', '.join(map(str, found))}")
     text = f"On one {record['card']} this package's own kernels are in the forward {', and '.join(halves)}."
-    routed = [case for case in record["forward"].values() if case["kernel"].startswith("torch: ") and case["ratio_to_torch"]]
+    cases = record["forward"].items()
+    routed = {
+        name: case["ratio_to_torch"] for name, case in cases if case["kernel"].startswith("torch: ") and case["ratio_to_torch"]
+    }
     if routed:
-        ratios = [case["ratio_to_torch"] for case in routed]
-        head_dims = ", ".join(map(str, sorted({case["E"] for case in routed})))
-        text += f" At head dims {head_dims} `sdpa` runs PyTorch's kernels: {min(ratios):.2f} to {max(ratios):.2f} times as fast."
+        ratios = " to ".join(sorted({f"{ratio:.2f}" for ratio in (min(routed.values()), max(routed.values()))}))
+        text += f" For {', '.join(routed)} `sdpa` runs PyTorch's kernels: {ratios} times as fast."
     return [f"![TFLOP/s of the forward by head dim: ours, PyTorch's default, three calls]({CHART})", "", text]
 
 
