@@ -98,7 +98,6 @@ def test_the_readme_shows_the_newest_record() -> None:
     assert make_tables.newest(found | {"d": dated("2026-11-03", sound=True)}) == "d"
 
 
-
 def test_the_chart_shows_a_case_of_each_head_dim() -> None:
     points = {point.head_dim: point for point in speed_chart.points(H100)}
     rates = {name: {row: found.get("tflops") for row, found in H100["forward"][name]["rows"].items()} for name in H100["forward"]}
