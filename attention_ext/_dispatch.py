@@ -15,9 +15,9 @@ from torch import Tensor
 from ._log import log_wanted
 from ._torch_private import BELOW_AUTOGRAD, below_autograd, dispatch_modes, forward_mode_is_open, keyset, transforms
 
-__all__ = ["call_kernel", "on_cuda", "redispatch", "register_operator"]
+__all__ = ["CUDA", "call_kernel", "redispatch", "register_operator"]
 
-_CUDA = keyset("CUDA")
+CUDA = keyset("CUDA")  # of a call of plain tensors there, below autograd
 _KERNELS = BELOW_AUTOGRAD - keyset("BackendSelect")
 _Function = Callable[..., Any]
 _SENTENCE = re.compile(r"^attention_ext: out of memory: (\d+) bytes on (cuda:\d+)")
@@ -42,15 +42,6 @@ def redispatch(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def on_cuda(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operator's kernel on CUDA for tensors that are known to be plain ones there (_are_plain_on_cuda)."""
-    try:
-        return operator.redispatch(_CUDA, *args, **kwargs)
-    except RuntimeError as error:
-        _raise_if_out_of_memory(error)
-        raise
-
-
 def _are_plain_on_cuda(arguments: Iterable[Any]) -> bool:
     """Whether no key of the dispatcher but CUDA has a say in a call of a kernel with these arguments."""
     if dispatch_modes() or transforms() or forward_mode_is_open():
@@ -64,7 +55,7 @@ def _are_plain_on_cuda(arguments: Iterable[Any]) -> bool:
 def call_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator's kernel, from anywhere else; past the guard and BackendSelect where nothing but the kernel can be meant."""
     if args[0].is_cuda and _are_plain_on_cuda((*args, *kwargs.values())):
-        return on_cuda(operator, *args, **kwargs)
+        return redispatch(operator, CUDA, *args, **kwargs)
     with below_autograd():
         return operator(*args, **kwargs)
 

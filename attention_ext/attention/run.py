@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import surely
-from .._dispatch import on_cuda
+from .._dispatch import CUDA, redispatch
 from .._torch_private import chosen_by_torch, math_attention, torch_sdpa
 from . import torch_cuda
 from .autograd import attend
@@ -50,9 +50,8 @@ def execute(target: str, call: AttentionCall) -> Tensor:
 
 def _taken_by_torch(target: str, call: AttentionCall) -> bool:
     """Whether PyTorch's operator runs the target by itself, which costs the host less than a back end called by name."""
-    if target in ("flash", "efficient") and call.attn_mask is None and call.dropout_p == 0.0:
-        options = {"scale": call.scale, "enable_gqa": call.enable_gqa}
-        return chosen_by_torch(*call[:3], None, 0.0, call.is_causal, **options) == target
+    if target in ("flash", "efficient") and call.attn_mask is None and call.dropout_p == 0.0 and not call.enable_gqa:
+        return chosen_by_torch(*call[:3], None, 0.0, call.is_causal, scale=call.scale) == target
     return target in ("torch", "cudnn")
 
 
@@ -72,7 +71,7 @@ def shortest(target: str, call: AttentionCall) -> Run:
         scale: float | None, enable_gqa: bool,
     ) -> Tensor:  # fmt: skip
         tensors = query, key, value, attn_mask, None
-        out: Tensor = on_cuda(_FORWARD, *tensors, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+        out: Tensor = redispatch(_FORWARD, CUDA, *tensors, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
         return out
 
     def by_torch(
