@@ -52,7 +52,8 @@ __device__ __forceinline__ Shown look(const ForwardParams& p, const Stored* g_ce
 
 // Grid: a warp a cell. A block that ends after the mask's last key is never hidden, and whole only where every key counts.
 template <class T, int kBlock>
-__global__ void __launch_bounds__(128) rows_mark_kernel(const __grid_constant__ ForwardParams p, RowsMarks marks) {
+__global__ void __launch_bounds__(128)
+    rows_mark_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMarks marks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   const uint32_t cell = blockIdx.x * 4 + threadIdx.x / 32;
   if (cell >= static_cast<uint32_t>(marks.matrices) * marks.rows * marks.blocks) return;
