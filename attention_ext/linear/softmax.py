@@ -91,10 +91,11 @@ def _run_on_cpu(
     else:
         mean, var = (t.detach().to(acc, copy=True, memory_format=torch.contiguous_format) for t in (running_mean, running_var))
         x, out = linear - mean, None
-    factor = torch.rsqrt(var + eps)
+    x.mul_(torch.rsqrt(var + eps))  # by one factor after the other, as _composed: their product would be rounded once more
     if bn_weight is not None:
-        factor = factor * bn_weight.to(acc)
-    x = x.mul_(factor) if bn_bias is None else torch.addcmul(bn_bias.to(acc), x, factor, out=x)
+        x.mul_(bn_weight.to(acc))
+    if bn_bias is not None:
+        x.add_(bn_bias.to(acc))
     if scale.dim() > 0 or scale.item() != 1.0:
         x.mul_(scale.to(acc))
     return torch.softmax(x, -1, out=out).to(dtype), mean, var, linear

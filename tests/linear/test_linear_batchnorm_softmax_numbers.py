@@ -137,7 +137,7 @@ def accurate(layer: Layer, factor: float) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("wrong", ["TF32", "zeros"])
 def test_float32_accuracy_and_its_control(device: str, kind: str, wrong: str, training: bool) -> None:
     """Errors at most 1.05 times PyTorch's (2 on the CPU, at small sizes); plain TF32 and zeros are past that."""
-    M, K, features = (256, 1024, 1024) if device == "cuda" else (256, 256, 96)
+    M, K, features = (256, 1024, 1024) if device == "cuda" else (32, 256, 96)
     layer = make(M, K, features, training=training, scale=(), device=device)
     if kind == "uniform":  # KernelBench's own inputs, nn.Linear's own weights
         weight = (torch.rand(features, K) * 2 - 1).to(device) * K**-0.5
