@@ -9,6 +9,7 @@
 #include "attention/sm90/fused/fused.h"
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/sm90/rows/rows.h"
+#include "attention/sm90/split_half/split_half.h"
 #include "binding/checks.h"
 #include "binding/choice.h"
 
@@ -18,7 +19,7 @@ namespace {
 // What runs the rows of kForwardKernels and of kBackwardKernels, in their order.
 using ForwardLauncher = cudaError_t (*)(const ForwardParams&, cudaStream_t);
 constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, rows_forward, fused_forward_512, fused_forward_1024,
-                                                 wgmma_pipeline};
+                                                 wgmma_pipeline, split_half_forward};
 static_assert(std::size(kForwardLaunchers) == std::tuple_size_v<ForwardTable>);
 using BackwardLauncher = cudaError_t (*)(const BackwardParams&, cudaStream_t);
 constexpr BackwardLauncher kBackwardLaunchers[] = {pipeline_backward};

@@ -2,6 +2,7 @@
 #include "plan/cost.h"
 #include "plan/kernels.h"
 #include "plan/slices.h"
+#include "plan/split_half_slices.h"
 #include "plan/sm90_fused.h"
 #include "plan/sm90_rows.h"
 
@@ -54,6 +55,7 @@ std::string fused_refuses(const Problem& p, int64_t most_E, int64_t most_Ev, int
   return "";
 }
 
+constexpr int64_t kMostSplitHalfMatrices = int64_t{1} << 18;
 constexpr int64_t kMost256 = 256, kMost512 = 512, kMost1024 = 1024;
 
 template <bool kWgmma>
@@ -67,6 +69,29 @@ int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
   const RowsMarkSizes sizes = rows_mark_sizes(p.mask != MaskType::kNone, p.mask_rows ? p.L : 1, p.S, keys);
   const int64_t bytes = times(sizes.cells, p.mask_matrices);
   return bytes <= cap && bytes < int64_t{1} << 31 ? bytes : 0;
+}
+// Its own slices, or those that the pipeline cuts for the matrices that are left to it.
+SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_t cap) {
+  const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal};
+  return split_half_slices(sizes, cap, card.sms);
+}
+int64_t split_half_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) {
+  if (p.empty()) return 0;
+  const SplitHalfSlices slices = split_half_plan(p, card, cap);
+  const int64_t left = std::max<int64_t>(cap - slices.slice_at, 0);
+  return std::max(slices.bytes, slices.slice_at + slices_workspace<false>(p, card, left));
+}
+std::string split_half_refuses(const Problem& p) {
+  if (p.empty()) return "it does not take sizes of 0";
+  if (p.type != DataType::kFloat) return std::string("it takes float32, not ") + name_of(p.type);
+  if (p.N > kMostSplitHalfMatrices) return "it keeps facts of up to " + std::to_string(kMostSplitHalfMatrices) + " heads";
+  return "";
+}
+int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
+  if (!split_half_refuses(p).empty()) return kNoCost;
+  const int64_t rows = times(p.N, p.L);
+  // Then the pipeline's launches, which find nothing to do.
+  return std::min(split_half_plan(p, card, cap).ns + 12000 + times(rows, p.S, 4) / std::max<int64_t>(cap, 1) * 6000, kMostCost);
 }
 int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 
@@ -92,6 +117,7 @@ const ForwardTable kForwardKernels = {{
     {"sm90_pipeline", 90, [](const Problem& p) { return sm90_refuses(p, kTensorMapBatchDims); }, nullptr,
      slices_workspace<true>,
      [](const Problem& p, const DeviceInfo& card, int64_t cap) { return pipeline_cost(p, card, cap, true); }},
+    {"sm90_split_half", 90, split_half_refuses, nullptr, split_half_workspace, split_half_cost},
 }};
 
 bool preferred(const Problem& p, const DeviceInfo& card) {

@@ -31,7 +31,7 @@ struct KernelRow {
   int64_t (*cost)(const Facts&, const DeviceInfo&, int64_t cap);
 };
 
-using ForwardTable = std::array<KernelRow<Problem>, 5>;
+using ForwardTable = std::array<KernelRow<Problem>, 6>;
 using BackwardTable = std::array<KernelRow<Problem>, 1>;
 using LinearTable = std::array<KernelRow<LinearProblem>, 3>;
 

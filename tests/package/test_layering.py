@@ -29,10 +29,13 @@ SEES = {
     "attention/sm90/pipeline": (
         ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
     ),
+    "attention/sm90/split_half": (
+        ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
+    ),
     "linear": ("core", "plan", "device", "gemm"),
     "binding": (
         *("core", "plan", "attention", "attention/pipeline", "attention/sm90/rows", "attention/sm90/fused"),
-        *("attention/sm90/pipeline", "linear"),
+        *("attention/sm90/pipeline", "attention/sm90/split_half", "linear"),
     ),
 }
 

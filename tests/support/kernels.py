@@ -96,6 +96,13 @@ FACTS = {
     "sm90_512": HOPPER | {"head_dims": (1, 512), "value_heads": False, "contract": DIMS_512, "sanitized": ((320, 320), (512, 264))},
     "sm90_1024": HOPPER | {"head_dims": (1, 1024), "value_heads": False, "contract": DIMS_1024, "sanitized": ((600, 1024),)},
     "sm90_pipeline": HOPPER | {"head_dims": (1, 1 << 30), "contract": (*DIMS_1024, (640, 576)), "sanitized": ((600, 264),)},
+    "sm90_split_half": {
+        "dtypes": (torch.float32,),
+        "capability": (90,),
+        "empty": False,
+        "contract": ((512, 512), (200, 72), (16, 16)),
+        "sanitized": ((136, 72),),
+    },
 }
 KERNELS = (
     Kernel("reference", "cpu", "reference"),

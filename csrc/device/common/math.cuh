@@ -6,7 +6,7 @@ namespace attention_ext {
 __device__ __forceinline__ float negative_infinity(float) { return __int_as_float(0xff800000); }
 __device__ __forceinline__ double negative_infinity(double) { return __longlong_as_double(0xfff0000000000000LL); }
 
-constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // Whether products will do for scores until their maxima are known, scale being a factor of their exponents: it is positive as a
 // float, and log2(e) times it does not overflow.

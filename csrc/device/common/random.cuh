@@ -49,4 +49,23 @@ __device__ __forceinline__ void drop_quad(A (&weights)[4], const Dropout& dropou
   }
 }
 
+// The same for one of the two rows of a fragment as wgmma leaves it (attention/visibility/score_modifier.cuh), whose keys begin with
+// quad `first_quad` of the row. Two lanes hold a quad: one draws for the even quads of both, one for the odd ones. All lanes.
+template <int kCount>
+__device__ __forceinline__ void drop_fragment(float (&x)[kCount], int half, const Dropout& dropout, int64_t seed, int64_t n, int row,
+                                              int first_quad) {
+  const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+  for (int i = 2 * half; i < kCount; i += 8) {
+    const int quad = first_quad + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
+    const uint32_t keep = kept_of_quad(dropout, seed, n, row, quad);
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);  // what the other lane drew for this one
+    const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
+    if ((first & 1) == 0) x[i] = 0.0f;
+    if ((first & 2) == 0) x[i + 1] = 0.0f;
+    if ((second & 1) == 0) x[i + 4] = 0.0f;
+    if ((second & 2) == 0) x[i + 5] = 0.0f;
+  }
+}
+
 }  // namespace attention_ext

@@ -3,8 +3,8 @@
 // 1. Persistent CTAs, one an SM, take every gridDim.x-th tile. One thread loads steps of 64 in k with TMA, kStages buffers
 //    ahead, on into the next tile while the epilogue of this one runs.
 // 2. Two warpgroups multiply 64 rows each by wgmma and hold the result in registers. float32 operands come as two half terms
-//    (split_half, Tile::kTerms is 2) and take three products, whose sum over a step is added to the result in float, as Tensor
-//    Cores truncate what they add.
+//    (split_half, Tile::kTerms is 2) and take three products, whose sum over Tile::kPromoted of k is added to the result in float,
+//    as Tensor Cores truncate what they add.
 // 3. They hand it to the epilogue.
 //
 // `Work` is what differs between kernels:
@@ -13,6 +13,8 @@
 //                                 with Tile::kColumnsB also `last_rows`, the rows of B that count in the last step
 //   fetch(place, row)             what the epilogue needs of a thread's two rows, `row` and `row` + 8, read ahead of it
 //   store(place, row, fetched, product, s_strip)   the epilogue
+//   promotion(place, row, fetched, product)   with two terms: how parts are added to the result, PlainPromotion or another; sets
+//                                 what the result begins with; one more argument of store
 // Finding a tile's place takes divisions, some hundred cycles: it is done one tile ahead, during the products of this one.
 #pragma once
 
@@ -33,6 +35,24 @@ namespace attention_ext {
 constexpr int kBarrierSkew = 1;
 constexpr int kBarrierRows = 2;  // and 3: one of the warpgroups that multiply
 
+// Parts are added as they are.
+struct PlainPromotion {
+  PlainPromotion() = default;
+  template <int kCount>
+  __device__ __forceinline__ explicit PlainPromotion(float (&product)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) product[i] = 0.0f;
+  }
+  // Before the parts of a step.
+  template <int kCount>
+  __device__ __forceinline__ void begin_step(int, float (&)[kCount]) {}
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&product)[kCount], const float (&part)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) product[i] += part[i];
+  }
+};
+
 struct WgmmaMaps {
   CUtensorMap a, b;  // boxes of kM rows; of kN rows, or of 64 rows with kColumnsB. The half terms are the innermost batch dim
 };
@@ -47,27 +67,23 @@ __device__ __forceinline__ void load_tiles(const Work& work, const WgmmaMaps& ma
     mbarrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
     const uint32_t full = shared_address(&shared.full[ring.slot]);
     mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
-    tma_load(shared_address(shared.stage[ring.slot].a[0]), &maps.a, place.a, full);
-    const uint32_t s_b = shared_address(shared.stage[ring.slot].b[0]);
-    if constexpr (Tile::kTerms == 2) {
-      tma_load(s_b, &maps.b, place.b, full);
-      place.a.at[2] = place.b.at[2] = 1;
-      tma_load(shared_address(shared.stage[ring.slot].a[1]), &maps.a, place.a, full);
-      tma_load(shared_address(shared.stage[ring.slot].b[1]), &maps.b, place.b, full);
-      place.a.at[2] = place.b.at[2] = 0;
-      place.b.at[0] += Tile::kK;
-    } else if constexpr (Tile::kColumnsB) {
-      TensorPosition box = place.b;
+    auto& stage = shared.stage[ring.slot];
 #pragma unroll
-      for (int i = 0; i < Tile::kColumnBoxes; ++i) {
-        tma_load(s_b + i * 64 * Tile::kK * sizeof(T), &maps.b, box, full);
-        box.at[0] += 64;
+    for (int term = 0; term < Tile::kTerms; ++term) {
+      if constexpr (Tile::kTerms == 2) place.a.at[2] = place.b.at[2] = term;
+      tma_load(shared_address(stage.a[term]), &maps.a, place.a, full);
+      if constexpr (Tile::kColumnsB) {
+        TensorPosition box = place.b;
+#pragma unroll
+        for (int i = 0; i < Tile::kColumnBoxes; ++i) {
+          tma_load(shared_address(stage.b[term]) + i * 64 * Tile::kK * sizeof(T), &maps.b, box, full);
+          box.at[0] += 64;
+        }
+      } else {
+        tma_load(shared_address(stage.b[term]), &maps.b, place.b, full);
       }
-      place.b.at[1] += Tile::kK;
-    } else {
-      tma_load(s_b, &maps.b, place.b, full);
-      place.b.at[0] += Tile::kK;
     }
+    place.b.at[Tile::kColumnsB ? 1 : 0] += Tile::kK;
     place.a.at[0] += Tile::kK;
     ring.advance();
   };
@@ -93,13 +109,14 @@ struct StepOperands {
       b[term] = matrix_descriptor(shared_address(stage.b[term]), 1024, 64 * Tile::kK * sizeof(T));
     }
   }
-  // sums += A's term . B's term over the step.
-  __device__ __forceinline__ void multiply(float (&sums)[Tile::kN / 2], int term_a, int term_b, bool fresh) const {
+  // sums += A's term . B's term over `kCount` of the step's k, from `begin` on.
+  template <int kCount = Tile::kK>
+  __device__ __forceinline__ void multiply(float (&sums)[Tile::kN / 2], int term_a, int term_b, bool fresh, int begin = 0) const {
     using T = typename Tile::T;
 #pragma unroll
-    for (int k = 0; k < Tile::kK; k += 16) {
+    for (int k = begin; k < begin + kCount; k += 16) {
       const int b_offset = (Tile::kColumnsB ? k * 64 : k) * sizeof(T);
-      wgmma<T, Tile::kColumnsB>(sums, a[term_a] + k * sizeof(T) / 16, b[term_b] + b_offset / 16, fresh && k == 0);
+      wgmma<T, Tile::kColumnsB>(sums, a[term_a] + k * sizeof(T) / 16, b[term_b] + b_offset / 16, fresh && k == begin);
     }
   }
 };
@@ -138,27 +155,31 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
     if (place.steps == 0) {
       look_ahead();
     } else if constexpr (Tile::kTerms == 2) {
-#pragma unroll
-      for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+      auto promotion = work.promotion(place, row, fetched, product);
       for (int step = 0; step < place.steps; ++step) {
-        float sums[Tile::kN / 2];
         mbarrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
         const StepOperands<Tile> operands(shared.stage[ring.slot], consumer);
-        wgmma_fence();
-        operands.multiply(sums, 1, 0, true);  // the small ones first, while there is little to truncate
-        operands.multiply(sums, 0, 1, false);
-        operands.multiply(sums, 0, 0, false);
-        wgmma_commit();
-        let_follow(step, place.steps);
-        if (step == place.steps - 1) look_ahead();
-        wgmma_wait<0>();
-        pin_registers(sums);
-        release(ring.slot);
-        ring.advance();
 #pragma unroll
-        for (int i = 0; i < Tile::kN / 2; ++i) product[i] += sums[i];
+        for (int k = 0; k < Tile::kK; k += Tile::kPromoted) {
+          constexpr int kPart = Tile::kPromoted;
+          const bool last = k + kPart == Tile::kK;
+          float part[Tile::kN / 2];
+          wgmma_fence();
+          operands.template multiply<kPart>(part, 1, 0, true, k);  // the small ones first, while there is little to truncate
+          operands.template multiply<kPart>(part, 0, 1, false, k);
+          operands.template multiply<kPart>(part, 0, 0, false, k);
+          wgmma_commit();
+          if (k == 0) promotion.begin_step(step, product);
+          if (last) let_follow(step, place.steps);
+          if (last && step == place.steps - 1) look_ahead();
+          wgmma_wait<0>();
+          pin_registers(part);
+          if (last) release(ring.slot);
+          promotion.add(product, part);
+        }
+        ring.advance();
       }
-      work.store(place, row, fetched, product, s_strip);
+      work.store(place, row, fetched, product, s_strip, promotion);
     } else {
       int previous = 0;
       const auto multiply_step = [&](int step) {

@@ -45,19 +45,22 @@ struct WgmmaTile {
 };
 
 // split_half: float32 operands as two half terms each, high + low. A product is high . high + high . low + low . high, summed over
-// a step of kK on Tensor Cores and over the steps in float registers.
+// kPromoted of k on Tensor Cores and beyond in float registers.
+template <bool kColumnsB_, int kPromoted_>
 struct SplitHalfWgmmaTile {
   using T = __half;
-  static constexpr bool kColumnsB = false;
+  static constexpr bool kColumnsB = kColumnsB_;
   static constexpr int kTerms = 2;
-  // Two warpgroups of 64 x 128: 64 accumulators of a step and 64 sums a thread; at n = 256 they would be all 255 registers.
+  // Two warpgroups of 64 x 128: 64 accumulators of a part and 64 sums a thread; at n = 256 they would be all 255 registers.
   static constexpr int kM = 128, kN = 128;
-  static constexpr int kK = 64;      // a row of 128 bytes; 12 products of 64 x 128 x 16 truncate, at most
-  static constexpr int kStages = 3;  // of 64 KB
-  static constexpr int kSkew = 1;    // a step is long, and three stages are few to be apart
+  static constexpr int kK = 64;                 // a row of 128 bytes
+  static constexpr int kPromoted = kPromoted_;  // 6 products of 64 x 128 x 16 truncate for every 32
+  static constexpr int kStages = 3;             // of 64 KB
+  static constexpr int kSkew = 1;               // a step is long, and three stages are few to be apart
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kStripRows = 16, kStripCols = 64;
   static constexpr int kColumnBoxes = kN / 64;
 
   struct Stage {
@@ -66,12 +69,16 @@ struct SplitHalfWgmmaTile {
   };
   struct Shared {
     Stage stage[kStages];
+    alignas(1024) T strip[4 * kConsumers][kStripRows * kStripCols];
     uint64_t full[kStages];  // as above
     uint64_t empty[kStages];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+  static_assert(kK % kPromoted == 0 && kPromoted % 16 == 0, "a step is made of whole parts");
 
-  static __device__ __forceinline__ uint32_t strip_address(Shared&, int) { return 0; }
+  static __device__ __forceinline__ uint32_t strip_address(Shared& shared, int warp) {
+    return shared_address(shared.strip[warp]);
+  }
 };
 
 }  // namespace attention_ext

@@ -10,16 +10,13 @@
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
 #include "gemm/split_half/params.h"
+#include "gemm/split_half/terms.cuh"
 
 namespace attention_ext {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kQuads = 8;             // of a row in a thread's registers
-constexpr float kLowNormal = 0.25f;   // below it low is subnormal: an error of 2^-25, not a share of the element
-constexpr int kLargestExponent = 14;  // of the row's largest magnitude in half precision; 15 would leave no room to round up
-
-__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((exponent + 127) << 23); }
+constexpr int kQuads = 8;  // of a row in a thread's registers
 
 // kCached: a row stays in registers between the two passes over it.
 template <bool kCached>
@@ -55,11 +52,7 @@ __global__ void __launch_bounds__(kThreads) split_half_rows_kernel(const __grid_
   __syncthreads();  // all warps' largest are there
 #pragma unroll
   for (int warp = 0; warp < kThreads / 32; ++warp) largest = max(largest, s_largest[warp]);
-  const bool finite = largest < 0x7f800000u;
-  const int exponent = largest == 0 || !finite ? 0 : ilogbf(__uint_as_float(largest)) - kLargestExponent;
-
-  // In two steps, as 2^-exponent may be out of float's range.
-  const float first = power_of_two(-exponent / 2), second = power_of_two(-exponent - -exponent / 2);
+  const SplitHalfScale scale(largest);
   __half* g_high = static_cast<__half*>(p.terms) + row * pitch;
   __half* g_low = g_high + p.rows * pitch;
   float left_out[2] = {0.0f, 0.0f};  // as it is, and with the element's sign
@@ -69,13 +62,9 @@ __global__ void __launch_bounds__(kThreads) split_half_rows_kernel(const __grid_
     float low[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      values[e] = values[e] * first * second;
-      low[e] = values[e] - __half2float(__float2half_rn(values[e]));
-      if (fabsf(values[e]) < kLowNormal) {
-        const float left = low[e] - __half2float(__float2half_rn(low[e]));
-        left_out[0] += left;
-        left_out[1] += values[e] < 0.0f ? -left : left;
-      }
+      const float left = scale.split(values[e], low[e]);
+      left_out[0] += left;
+      left_out[1] += values[e] < 0.0f ? -left : left;
     }
     store_whole_quad(g_high + col, values);
     store_whole_quad(g_low + col, low);
@@ -95,8 +84,8 @@ __global__ void __launch_bounds__(kThreads) split_half_rows_kernel(const __grid_
   }
   if (largest == 0) {
     p.of_rows[row] = {kRowOfZeros, 0.0f};
-  } else if (finite) {
-    p.of_rows[row] = {exponent, fmaxf(fabsf(left_out[0]), fabsf(left_out[1]))};
+  } else if (scale.finite) {
+    p.of_rows[row] = {scale.exponent, fmaxf(fabsf(left_out[0]), fabsf(left_out[1]))};
   } else {
     p.of_rows[row] = {kRowNotFinite, 0.0f};
   }

@@ -66,8 +66,12 @@ struct WgmmaLinearWork {
     return kTerms && row < at.rows ? p.input_rows[at.row + row] : SplitHalfRow{kRowOfZeros, 0.0f};
   }
 
+  __device__ __forceinline__ PlainPromotion promotion(const Place&, int, const Fetched&, float (&product)[Tile::kN / 2]) const {
+    return PlainPromotion(product);
+  }
+
   __device__ __forceinline__ void store(const Place& at, int row, const Fetched& fetched, const float (&product)[Tile::kN / 2],
-                                        uint32_t) const {
+                                        uint32_t, PlainPromotion = {}) const {
     const int lane = threadIdx.x % 32, warp_rows = min(max(at.rows - (row - lane / 4), 0), kStatisticsRows);
     const SplitHalfRow first_row = fetched.first, second_row = fetched.second;
     const bool exists[2] = {row < at.rows, row + 8 < at.rows};
@@ -210,7 +214,7 @@ cudaError_t launch_tile(const LinearPartParams& params, cudaStream_t stream) {
 cudaError_t launch_wgmma_linear(const LinearPartParams& params, cudaStream_t stream) {
   return dispatch_among<__half, __nv_bfloat16, float>(params.type, [&](auto element) {
     using T = decltype(element);
-    return launch_tile<std::conditional_t<std::is_same_v<T, float>, SplitHalfWgmmaTile, WgmmaTile<T, false>>>(params, stream);
+    return launch_tile<std::conditional_t<std::is_same_v<T, float>, SplitHalfWgmmaTile<false, 64>, WgmmaTile<T, false>>>(params, stream);
   });
 }
 

@@ -33,18 +33,10 @@ struct WgmmaValuesWork {
   __device__ __forceinline__ int n_tiles() const { return static_cast<int>((p.Ev + Tile::kN - 1) / Tile::kN); }
   __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
 
-  __device__ __forceinline__ TileIndex tile_of_number(unsigned tile) const {
-    if (!p.sequence.causal) return tile_of(tile, m_tiles(), n_tiles(), 0);
-    const unsigned round_begin = tile - blockIdx.x;
-    if (round_begin / gridDim.x % 2 == 1) {
-      tile = min(round_begin + gridDim.x, static_cast<unsigned>(tiles())) - 1 - blockIdx.x;
-    }
-    const unsigned n = tile % n_tiles(), row_tile = tile / n_tiles(), matrices = static_cast<unsigned>(p.slice.batch_count);
-    return {row_tile % matrices, m_tiles() - 1 - static_cast<int>(row_tile / matrices), static_cast<int>(n)};
-  }
-
   __device__ __forceinline__ Place aim(int64_t tile) const {
-    const TileIndex index = tile_of_number(static_cast<unsigned>(tile));
+    const TileIndex index = p.sequence.causal
+                                ? longest_first(static_cast<unsigned>(tile), m_tiles(), n_tiles(), p.slice.batch_count)
+                                : tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0);
     Place at;
     at.slice_index = p.slice.batch_count - 1 - index.batch;  // what stage 1 wrote last may still lie in L2
     at.n = p.slice.batch_begin + at.slice_index;

@@ -237,26 +237,12 @@ class RowsConsumer {
     for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
   }
 
-  // Two lanes hold a quad of keys: one draws for the even quads of both, one for the odd ones.
   __device__ __forceinline__ void drop_weights(int block) {
     const int64_t seed = *p_.dropout.seed;
-    const bool odd = threadIdx.x % 2 != 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = row_ + 8 * half, query = work_->query_of(row);
-      const uint32_t head = work_->head_of(row);
-#pragma unroll
-      for (int i = 2 * half; i < kScores; i += 8) {
-        const int quad = block * (Tile::kN / 4) + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
-        uint32_t keep = kept_of_quad(p_.dropout, seed, head, query, quad);
-        const uint32_t theirs =
-            __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);  // what the other lane drew for this one
-        const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
-        if ((first & 1) == 0) scores_[i] = 0.0f;
-        if ((first & 2) == 0) scores_[i + 1] = 0.0f;
-        if ((second & 1) == 0) scores_[i + 4] = 0.0f;
-        if ((second & 2) == 0) scores_[i + 5] = 0.0f;
-      }
+      const int row = row_ + 8 * half;
+      drop_fragment(scores_, half, p_.dropout, seed, work_->head_of(row), work_->query_of(row), block * (Tile::kN / 4));
     }
   }
 

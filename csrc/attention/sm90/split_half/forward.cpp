@@ -1,0 +1,135 @@
+// float32 attention by half terms: operands split, scores, weights . values for one slice after another; then the pipeline on CUDA
+// cores for the matrices that two half terms are not enough for, mostly none. Pure host code.
+#include "attention/pipeline/params.h"
+#include "attention/pipeline/stage.h"
+#include "attention/sm90/split_half/split_half.h"
+#include "attention/sm90/split_half/terms_map.h"
+#include "core/device_info.h"
+#include "plan/split_half_slices.h"
+
+namespace attention_ext {
+namespace {
+
+class Forward {
+ public:
+  Forward(const ForwardParams& params, cudaStream_t stream)
+      : params_(params),
+        stream_(stream),
+        plan_(split_half_slices({params.N, params.L, params.S, params.E, params.Ev, params.key.group, params.value.group,
+                                 params.sequence.causal},
+                                params.workspace_bytes, current_device_info().sms)) {}
+
+  cudaError_t run() {
+    cudaError_t status = cudaMemsetAsync(params_.workspace, 0, plan_.marks_at, stream_);
+    for (int64_t batch = 0; batch < params_.N; batch += plan_.matrices) {
+      for (int64_t row = 0; row < params_.L; row += plan_.rows) {
+        for (int64_t key = 0; key < params_.S; key += plan_.keys) {
+          const Slice slice = {batch, std::min(plan_.matrices, params_.N - batch),
+                               row,   std::min(plan_.rows, params_.L - row),
+                               key,   std::min(plan_.keys, params_.S - key)};
+          // No row sees a key from here on.
+          if (params_.sequence.causal && key > 0 && key >= slice.row_begin + slice.row_count) break;
+          if (status == cudaSuccess) status = run_slice(slice);
+        }
+      }
+    }
+    return status == cudaSuccess ? run_exact() : status;
+  }
+
+ private:
+  template <class T>
+  T* at(int64_t offset) const {
+    return reinterpret_cast<T*>(static_cast<char*>(params_.workspace) + offset);
+  }
+  SplitHalfFacts* facts(int operand) const { return at<SplitHalfFacts>(0) + operand * params_.N; }
+
+  cudaError_t run_slice(const Slice& slice) const {
+    const ForwardParams& p = params_;
+    int32_t* exponents[] = {at<int32_t>(plan_.exponents_at), at<int32_t>(plan_.exponents_at) + plan_.query_blocks(),
+                            at<int32_t>(plan_.exponents_at) + plan_.query_blocks() + plan_.key_blocks()};
+    const auto operand = [&](int number, const MatrixView& view, int64_t group, int64_t begin, int64_t rows, int64_t cols,
+                             int64_t terms_at) {
+      const bool keys = number > 0;
+      return SplitHalfBlocksParams{p.batch,
+                                   view,
+                                   slice.batch_begin,
+                                   group,
+                                   matrices_of_slice(slice, group),
+                                   begin,
+                                   rows,
+                                   cols,
+                                   at<void>(terms_at),
+                                   exponents[number],
+                                   facts(number),
+                                   keys ? p.sequence.key_lengths : nullptr,
+                                   p.sequence.heads,
+                                   number == 2};
+    };
+    const SplitHalfBlocksParams operands[] = {
+        operand(2, p.value, p.value.group, slice.col_begin, slice.col_count, p.Ev, plan_.value_at),
+        operand(1, p.key, p.key.group, slice.col_begin, slice.col_count, p.E, plan_.key_at),
+        operand(0, p.query, 1, slice.row_begin, slice.row_count, p.E, plan_.query_at)};
+    // The query's terms outlast slices of keys.
+    cudaError_t status = launch_split_half_blocks(operands, slice.col_begin == 0 ? 3 : 2, stream_);
+    if (status != cudaSuccess) return status;
+
+    SplitHalfStage stage = {};
+    stage.batch = p.batch;
+    stage.slice = slice;
+    stage.dropout = p.dropout;
+    stage.sequence = p.sequence;
+    stage.weights = at<void>(plan_.weights_at);
+    stage.segments = at<SplitHalfSegment>(plan_.segments_at);
+    stage.facts = facts(0);
+
+    SplitHalfScoresParams scores = {};
+    static_cast<SplitHalfStage&>(scores) = stage;
+    scores.E = p.E;
+    scores.scale = p.scale;
+    scores.mask = p.mask;
+    scores.mask_type = p.mask_type;
+    scores.key_group = p.key.group;
+    scores.query_exponents = exponents[0];
+    scores.key_exponents = exponents[1];
+    status = launch_split_half_scores(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), stream_);
+    if (status != cudaSuccess) return status;
+
+    // States are read and written by CTAs of different columns: two arrays, in turn.
+    const int64_t parity = slice.col_begin / plan_.keys % 2, states = plan_.matrices * plan_.rows;
+    SplitHalfValuesParams values = {};
+    static_cast<SplitHalfStage&>(values) = stage;
+    values.S = p.S;
+    values.Ev = p.Ev;
+    values.factor = kept_factor(p.dropout);
+    values.value_group = p.value.group;
+    values.value_exponents = exponents[2];
+    values.before = at<SplitHalfRowState>(plan_.states_at) + parity * states;
+    values.after = at<SplitHalfRowState>(plan_.states_at) + (1 - parity) * states;
+    values.out = p.out;
+    values.lse = p.lse;
+    return launch_split_half_values(values, at<void>(plan_.value_at), stream_);
+  }
+
+  cudaError_t run_exact() const {
+    uint8_t* marks = at<uint8_t>(plan_.marks_at);
+    const SplitHalfExactParams exact = {params_.N, params_.E, params_.key.group, params_.value.group, params_.scale,
+                                        facts(0),  facts(1),  facts(2),          marks};
+    const cudaError_t status = launch_split_half_exact(exact, stream_);
+    if (status != cudaSuccess) return status;
+    ForwardParams marked = params_;
+    marked.only = marks;
+    marked.workspace = at<void>(plan_.slice_at);
+    marked.workspace_bytes = std::max<int64_t>(params_.workspace_bytes - plan_.slice_at, 0);
+    return pipeline_forward(marked, stream_);
+  }
+
+  const ForwardParams& params_;
+  cudaStream_t stream_;
+  SplitHalfSlices plan_;
+};
+
+}  // namespace
+
+cudaError_t split_half_forward(const ForwardParams& params, cudaStream_t stream) { return Forward(params, stream).run(); }
+
+}  // namespace attention_ext

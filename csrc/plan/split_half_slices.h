@@ -1,0 +1,110 @@
+// How float32 attention by half terms is cut into slices of matrices, rows and keys, and the workspace that a slice takes. Pure host
+// code, shared with the plan.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/arithmetic.h"
+#include "core/slice.h"
+
+namespace attention_ext {
+
+// Of a call that its cut depends on.
+struct SplitHalfSizes {
+  int64_t N, L, S, E, Ev, key_group, value_group;
+  bool causal;
+};
+
+constexpr int64_t kSplitHalfTile = 128;        // rows, keys and columns of values of a tile
+constexpr int64_t kSplitHalfFactsBytes = 12;   // of a matrix of query, of key and of value
+constexpr int64_t kSplitHalfStateBytes = 12;   // of a row
+
+// Bytes from the workspace's beginning: facts of all matrices and their marks, which outlast slices; then a slice's arrays.
+struct SplitHalfSlices {
+  int64_t matrices, rows, keys;  // of a slice
+  int64_t key_matrices, value_matrices;
+  int64_t marks_at, slice_at, query_at, key_at, value_at, exponents_at, weights_at, segments_at, states_at;
+  int64_t bytes;
+  int64_t ns;  // estimated, of all slices
+
+  int64_t query_blocks() const { return matrices * ceil_div(rows, kSegment); }
+  int64_t key_blocks() const { return key_matrices * ceil_div(keys, kSegment); }
+};
+
+inline SplitHalfSlices split_half_slice(const SplitHalfSizes& sizes, int64_t matrices, int64_t rows, int64_t keys) {
+  SplitHalfSlices slices = {};
+  slices.matrices = matrices;
+  slices.rows = rows;
+  slices.keys = keys;
+  // A slice may begin and end within a group.
+  const auto shared = [&](int64_t group) { return std::min(matrices, group == 1 ? matrices : (matrices - 1) / group + 2); };
+  slices.key_matrices = shared(sizes.key_group);
+  slices.value_matrices = shared(sizes.value_group);
+  int64_t at = 0;
+  const auto place = [&](int64_t bytes) {
+    const int64_t begin = at;
+    at = round_up(at + bytes, kWorkspaceAlignment);
+    return begin;
+  };
+  place(3 * sizes.N * kSplitHalfFactsBytes);
+  slices.marks_at = place(sizes.N);
+  slices.slice_at = at;
+  slices.query_at = place(matrices * rows * slice_pitch(sizes.E) * 4);
+  slices.key_at = place(slices.key_matrices * keys * slice_pitch(sizes.E) * 4);
+  slices.value_at = place(slices.value_matrices * keys * slice_pitch(sizes.Ev) * 4);
+  slices.exponents_at =
+      place((slices.query_blocks() + slices.key_blocks() + slices.value_matrices * ceil_div(keys, kSegment)) * 4);
+  slices.weights_at = place(matrices * rows * slice_pitch(keys) * 4);
+  slices.segments_at = place(matrices * rows * ceil_div(keys, kSegment) * 8);
+  slices.states_at = place(keys < sizes.S ? 2 * matrices * rows * kSplitHalfStateBytes : 0);
+  slices.bytes = at;
+  return slices;
+}
+
+// Estimated ns of all slices, on a card with an H200's clock and memory.
+inline int64_t split_half_ns(const SplitHalfSizes& sizes, const SplitHalfSlices& slices, int64_t sms) {
+  constexpr int64_t kStep = 1000, kScoreTile = 2500, kValueTile = 1500, kSlice = 9000, kBytesPerNs = 2600;  // bytes per us
+  const int64_t row_tiles = slices.matrices * ceil_div(slices.rows, kSplitHalfTile);
+  const int64_t scores = row_tiles * ceil_div(slices.keys, kSplitHalfTile), values = row_tiles * ceil_div(sizes.Ev, kSplitHalfTile);
+  const int64_t score_tile = ceil_div(sizes.E, 64) * kStep + kScoreTile,
+                value_tile = ceil_div(slices.keys, 64) * kStep + kValueTile;
+  const int64_t terms = 12 * (slices.matrices * slices.rows * sizes.E + slices.key_matrices * slices.keys * sizes.E +
+                              slices.value_matrices * slices.keys * sizes.Ev);
+  const int64_t carried = slices.keys < sizes.S ? 8 * slices.matrices * slices.rows * sizes.Ev : 0;
+  const int64_t count = ceil_div(sizes.N, slices.matrices) * ceil_div(sizes.L, slices.rows) * ceil_div(sizes.S, slices.keys);
+  const int64_t products = ceil_div(scores, sms) * score_tile + ceil_div(values, sms) * value_tile;
+  return count * (kSlice + (sizes.causal && count > 1 ? products * 5 / 8 : products) + (terms + carried) / kBytesPerNs);
+}
+
+// The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
+inline SplitHalfSlices split_half_slices(const SplitHalfSizes& sizes, int64_t cap, int64_t sms) {
+  SplitHalfSlices best = {};
+  const auto offer = [&](int64_t matrices, int64_t rows, int64_t keys) {
+    SplitHalfSlices slices = split_half_slice(sizes, matrices, rows, keys);
+    slices.ns = split_half_ns(sizes, slices, sms);
+    if (best.bytes == 0 || slices.ns < best.ns) best = slices;
+  };
+  for (int64_t parts = 1; parts <= 64; parts += parts < 8 ? 1 : parts / 8) {
+    const int64_t keys = even_piece(sizes.S, ceil_div(sizes.S, parts), kSegment, kSplitHalfTile);
+    const int64_t one = split_half_slice(sizes, 1, sizes.L, keys).bytes;
+    if (one > cap) continue;
+    int64_t most = std::min(sizes.N, cap / one + sizes.key_group + sizes.value_group + 1);
+    while (most > 1 && split_half_slice(sizes, most, sizes.L, keys).bytes > cap) --most;
+    const int64_t pieces = ceil_div(sizes.N, most);
+    for (int64_t count = pieces; count <= pieces + 3; ++count) offer(ceil_div(sizes.N, count), sizes.L, keys);
+    if (keys >= sizes.S && most == sizes.N) break;  // all at once
+    if (keys <= kSplitHalfTile) break;
+  }
+  if (best.bytes > 0) return best;
+  // Not even one matrix: some of its rows at a time.
+  const int64_t keys = std::min<int64_t>(sizes.S, 1024);
+  int64_t rows = round_up(sizes.L, kSplitHalfTile);
+  while (rows > kSplitHalfTile && split_half_slice(sizes, 1, std::min(rows, sizes.L), keys).bytes > cap) {
+    rows = round_up(rows / 2, kSplitHalfTile);
+  }
+  offer(1, std::min(rows, sizes.L), keys);
+  return best;
+}
+
+}  // namespace attention_ext
