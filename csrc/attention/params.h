@@ -22,7 +22,6 @@ struct ForwardParams {
   DataType type;
   MaskType mask_type;
   Sequence sequence;
-  const uint8_t* only;  // (N,) in device memory: the matrices to compute, not 0; null: all. Of the pipeline's forward
   void* workspace;          // 256-byte aligned, as large as the kernel's own function says
   int64_t workspace_bytes;  // that the caller would have it stay under
 };

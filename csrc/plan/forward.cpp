@@ -70,16 +70,12 @@ int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
   const int64_t bytes = times(sizes.cells, p.mask_matrices);
   return bytes <= cap && bytes < int64_t{1} << 31 ? bytes : 0;
 }
-// Its own slices, or those that the pipeline cuts for the matrices that are left to it.
 SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal};
   return split_half_slices(sizes, cap, card.sms);
 }
 int64_t split_half_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  if (p.empty()) return 0;
-  const SplitHalfSlices slices = split_half_plan(p, card, cap);
-  const int64_t left = std::max<int64_t>(cap - slices.slice_at, 0);
-  return std::max(slices.bytes, slices.slice_at + slices_workspace<false>(p, card, left));
+  return p.empty() ? 0 : split_half_plan(p, card, cap).bytes;
 }
 std::string split_half_refuses(const Problem& p) {
   if (p.empty()) return "it does not take sizes of 0";
@@ -88,10 +84,7 @@ std::string split_half_refuses(const Problem& p) {
   return "";
 }
 int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  if (!split_half_refuses(p).empty()) return kNoCost;
-  const int64_t rows = times(p.N, p.L);
-  // Then the pipeline's launches, which find nothing to do.
-  return std::min(split_half_plan(p, card, cap).ns + 12000 + times(rows, p.S, 4) / std::max<int64_t>(cap, 1) * 6000, kMostCost);
+  return split_half_refuses(p).empty() ? std::min(split_half_plan(p, card, cap).ns + 8000, kMostCost) : kNoCost;
 }
 int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 

@@ -20,7 +20,6 @@ struct StageParams {
   Dropout dropout;
   DataType type;
   Sequence sequence;
-  const uint8_t* only;  // (N,): other matrices are left as they are; null: none is. Of the forward's stages on every card
 };
 
 // Scores of one slice: scale * query . key, mask, causal.

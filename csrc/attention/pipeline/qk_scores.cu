@@ -170,7 +170,6 @@ template <class Tile, ScoresAs kOutput>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     qk_scores_kernel(const __grid_constant__ QkScoresParams p, int m_tiles, int n_tiles, int64_t first_batch) {
   const ScoresWork<Tile, kOutput> work = {p, m_tiles, n_tiles, first_batch};
-  if (p.only != nullptr && p.only[work.place().n] == 0) return;
   run_tile<Tile>(work, TileLoader<Tile, typename Tile::A>(p.batch, p.query),
                  TileLoader<Tile, typename Tile::B>(p.batch, p.key));
 }

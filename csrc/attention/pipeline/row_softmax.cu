@@ -63,7 +63,6 @@ __global__ void __launch_bounds__(kSoftmaxThreads, Tile::kCtasPerSm)
   int64_t slice_index, group;
   divide(flat_group, row_groups, slice_index, group);
   const int64_t n = p.slice.batch_begin + slice_index;
-  if (p.only != nullptr && p.only[n] == 0) return;
   const int thread = threadIdx.x % Tile::kThreadsPerRow;
   const int64_t seed = kDropout ? *p.dropout.seed : 0;
   const Acc* g_matrix = static_cast<const Acc*>(p.scores.data) + batch_offset(p.batch, p.scores, n, slice_index);

@@ -113,7 +113,6 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kCtasPerSm)
     scores_values_kernel(const __grid_constant__ ValuesParams p, int m_tiles, int n_tiles, int64_t first_batch) {
   const ValuesWork<Tile> work = {p, p.part, m_tiles, n_tiles, first_batch};
-  if (p.only != nullptr && p.only[work.place().n] == 0) return;
   run_tile<Tile>(work, TileLoader<Tile, typename Tile::A>(p.batch, p.weights),
                  TileLoader<Tile, typename Tile::B>(p.batch, p.values));
 }

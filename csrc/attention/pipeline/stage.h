@@ -15,7 +15,6 @@ Stage stage_of(const ForwardParams& params, const Slice& slice) {
   stage.dropout = params.dropout;
   stage.type = params.type;
   stage.sequence = params.sequence;
-  stage.only = params.only;
   return stage;
 }
 

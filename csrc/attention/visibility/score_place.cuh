@@ -34,16 +34,20 @@ __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequ
 }
 
 // The tiles of a slice's scores, matrix after matrix and in the order of tile_of, without those above the diagonal of a causal
-// call: if these had numbers too, some CTAs that take every n-th tile would meet many of them and some none. The slice's keys begin
-// with the first.
-template <class Tile>
+// call: if these had numbers too, some CTAs that take every n-th tile would meet many of them and some none.
+// kAllKeys: the slice's keys begin with the first; to know it saves registers.
+template <class Tile, bool kAllKeys>
 struct ScoreTiles {
-  int m_tiles, n_tiles;
+  static constexpr int kRatio = Tile::kN / Tile::kM;
+  static_assert(Tile::kN % Tile::kM == 0 && kRatio <= 2, "kRatio row tiles more see a column tile more");
 
   __host__ __device__ constexpr ScoreTiles(const Slice& slice, bool causal)
-      : m_tiles(static_cast<int>((slice.row_count + Tile::kM - 1) / Tile::kM)),
+      : above_(!kAllKeys && causal && slice.col_begin > slice.row_begin
+                   ? static_cast<int>((slice.col_begin - slice.row_begin) / Tile::kM)
+                   : 0),
+        m_tiles(static_cast<int>((slice.row_count + Tile::kM - 1) / Tile::kM) - above()),
         n_tiles(static_cast<int>((slice.col_count + Tile::kN - 1) / Tile::kN)),
-        first_(causal ? static_cast<int>((slice.row_begin + Tile::kM + Tile::kN - 1) / Tile::kM) : 2 * n_tiles) {}
+        first_(causal ? static_cast<int>((first_key_row(slice) + Tile::kM + Tile::kN - 1) / Tile::kM) : kRatio * n_tiles) {}
 
   __host__ __device__ constexpr unsigned of_matrix() const { return before(m_tiles); }
 
@@ -58,36 +62,43 @@ struct ScoreTiles {
     }
     const int begin = group * kGroup, rows = min(m_tiles - begin, kGroup);
     int in_group = static_cast<int>(tile - before(begin)), n = columns(begin);
-    if (in_group < n * rows) return {batch, begin + in_group % rows, in_group / rows};
+    if (in_group < n * rows) return {batch, above() + begin + in_group % rows, in_group / rows};
     // Columns that only the last of the group's row tiles see.
     in_group -= n * rows;
     for (;; ++n) {
-      const int m = 2 * (n + 1) - first_, seen = begin + rows - m;
-      if (in_group < seen) return {batch, m + in_group, n};
+      const int m = kRatio * (n + 1) - first_, seen = begin + rows - m;
+      if (in_group < seen) return {batch, above() + m + in_group, n};
       in_group -= seen;
     }
   }
 
  private:
-  static_assert(Tile::kN == 2 * Tile::kM, "two row tiles more see a column tile more");
+  __host__ __device__ constexpr int above() const { return kAllKeys ? 0 : above_; }
+  // The first row that counts, from the slice's first key.
+  __host__ __device__ constexpr int64_t first_key_row(const Slice& slice) const {
+    return kAllKeys ? slice.row_begin : slice.row_begin + above_ * Tile::kM - slice.col_begin;
+  }
   // Column tiles that row tile m sees.
   __host__ __device__ constexpr int columns(int m) const {
-    const int seen = (first_ + m) / 2;
+    const int seen = (first_ + m) / kRatio;
     return seen < n_tiles ? seen : n_tiles;
   }
   // Tiles of the matrix's row tiles before m.
   __host__ __device__ constexpr unsigned before(int m) const {
-    const int all = 2 * n_tiles - first_, some = all < 0   ? 0
+    const int all = kRatio * n_tiles - first_, some = all < 0   ? 0
                                                  : all < m ? all
                                                            : m;  // of the row tiles: those that do not see all
-    return halves(first_ + some) - halves(first_) + static_cast<unsigned>(m - some) * n_tiles;
+    return shares(first_ + some) - shares(first_) + static_cast<unsigned>(m - some) * n_tiles;
   }
-  // The sum of i / 2 over [0, end).
-  static __host__ __device__ constexpr unsigned halves(int end) {
-    return static_cast<unsigned>(end / 2) * static_cast<unsigned>((end - 1) / 2);
+  // The sum of i / kRatio over [0, end), end at least 1.
+  static __host__ __device__ constexpr unsigned shares(int end) {
+    return kRatio == 2 ? static_cast<unsigned>(end / 2) * static_cast<unsigned>((end - 1) / 2)
+                       : static_cast<unsigned>(end) * static_cast<unsigned>(end - 1) / 2;
   }
 
-  int first_;  // row tile m sees (first_ + m) / 2 column tiles, or all there are
+  // Row tiles that see none of the slice's keys, and, counted from the first that does, row tiles, column tiles, and what makes
+  // row tile m see (first_ + m) / kRatio column tiles, or all there are.
+  int above_, m_tiles, n_tiles, first_;
 };
 
 // Whether all rows and keys of the tile exist, and every row sees every key.

@@ -184,25 +184,27 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
 }
 
 // The same with A from registers, as a result's 16 columns lie in them (packed into pairs); B's n runs along rows.
-#define ATTENTION_EXT_WGMMA_REGISTERS(N, TYPE, DESTINATION, A, B, ...)                                                         \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" DESTINATION "}, {" A "}, " B ", 1, 1, 1, 1;\n" \
-               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define ATTENTION_EXT_WGMMA_REGISTERS(N, TYPE, DESTINATION, A, B, FRESH, ...)                                                  \
+  asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, " FRESH ", 0;\n"                                                           \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" DESTINATION "}, {" A "}, " B                  \
+               ", add, 1, 1, 1;\n}\n"                                                                                         \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<uint32_t>(fresh)))
 
 template <class T, int kCount>
-__device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool fresh = false) {
   static_assert(kCount == 32 || kCount == 64, "n of 64 or 128");
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kCount == 32 && kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36",
+    ATTENTION_EXT_WGMMA_REGISTERS("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36", "%37",
                                   ATTENTION_EXT_REGISTERS_64);
   else if constexpr (kCount == 32 && !kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("64", "bf16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36",
+    ATTENTION_EXT_WGMMA_REGISTERS("64", "bf16", ATTENTION_EXT_DESTINATION_64, "%32, %33, %34, %35", "%36", "%37",
                                   ATTENTION_EXT_REGISTERS_64);
   else if constexpr (kCount == 64 && kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("128", "f16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68",
+    ATTENTION_EXT_WGMMA_REGISTERS("128", "f16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68", "%69",
                                   ATTENTION_EXT_REGISTERS_128);
   else if constexpr (kCount == 64 && !kHalf)
-    ATTENTION_EXT_WGMMA_REGISTERS("128", "bf16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68",
+    ATTENTION_EXT_WGMMA_REGISTERS("128", "bf16", ATTENTION_EXT_DESTINATION_128, "%64, %65, %66, %67", "%68", "%69",
                                   ATTENTION_EXT_REGISTERS_128);
 }
 

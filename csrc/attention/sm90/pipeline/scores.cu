@@ -36,7 +36,7 @@ struct WgmmaScores {
     int64_t mask;  // offset of the matrix
   };
 
-  __device__ __forceinline__ ScoreTiles<Tile> score_tiles() const { return {p.slice, p.sequence.causal}; }
+  __device__ __forceinline__ ScoreTiles<Tile, true> score_tiles() const { return {p.slice, p.sequence.causal}; }
   __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * score_tiles().of_matrix(); }
 
   __device__ __forceinline__ Place aim(int64_t tile) const {
@@ -207,7 +207,7 @@ cudaError_t launch_tile(const QkScoresParams& params, cudaStream_t stream) {
   cudaError_t status = make_tensor_map(maps.a, params.type, params.batch, params.query, params.L, params.E, Tile::kM);
   if (status == cudaSuccess) status = make_tensor_map(maps.b, params.type, params.batch, params.key, keys, params.E, Tile::kN);
   if (status != cudaSuccess) return status;
-  const int64_t tiles = params.slice.batch_count * ScoreTiles<Tile>(params.slice, params.sequence.causal).of_matrix();
+  const int64_t tiles = params.slice.batch_count * ScoreTiles<Tile, true>(params.slice, params.sequence.causal).of_matrix();
   return params.mask_type == MaskType::kNone ? launch_wgmma_tiles<WgmmaScoresWork, Tile>(params, maps, tiles, stream)
                                              : launch_wgmma_tiles<MaskedWgmmaScoresWork, Tile>(params, maps, tiles, stream);
 }

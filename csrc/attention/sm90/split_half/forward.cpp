@@ -1,6 +1,5 @@
-// float32 attention by half terms: operands split, scores, weights . values for one slice after another; then the pipeline on CUDA
-// cores for the matrices that two half terms are not enough for, mostly none. Pure host code.
-#include "attention/pipeline/params.h"
+// float32 attention by half terms: operands split, scores, weights . values for one slice after another; then what two half terms are
+// not enough for, mostly nothing. Pure host code.
 #include "attention/pipeline/stage.h"
 #include "attention/sm90/split_half/split_half.h"
 #include "attention/sm90/split_half/terms_map.h"
@@ -20,7 +19,7 @@ class Forward {
                                 params.workspace_bytes, current_device_info().sms)) {}
 
   cudaError_t run() {
-    cudaError_t status = cudaMemsetAsync(params_.workspace, 0, plan_.marks_at, stream_);
+    cudaError_t status = cudaMemsetAsync(params_.workspace, 0, plan_.query_at, stream_);
     for (int64_t batch = 0; batch < params_.N; batch += plan_.matrices) {
       for (int64_t row = 0; row < params_.L; row += plan_.rows) {
         for (int64_t key = 0; key < params_.S; key += plan_.keys) {
@@ -73,17 +72,15 @@ class Forward {
     cudaError_t status = launch_split_half_blocks(operands, slice.col_begin == 0 ? 3 : 2, stream_);
     if (status != cudaSuccess) return status;
 
-    SplitHalfStage stage = {};
-    stage.batch = p.batch;
-    stage.slice = slice;
-    stage.dropout = p.dropout;
-    stage.sequence = p.sequence;
-    stage.weights = at<void>(plan_.weights_at);
-    stage.segments = at<SplitHalfSegment>(plan_.segments_at);
-    stage.facts = facts(0);
-
     SplitHalfScoresParams scores = {};
-    static_cast<SplitHalfStage&>(scores) = stage;
+    scores.batch = p.batch;
+    scores.slice = slice;
+    scores.dropout = p.dropout;
+    scores.sequence = p.sequence;
+    scores.weights = at<void>(plan_.weights_at);
+    scores.segments = at<SplitHalfSegment>(plan_.segments_at);
+    scores.L = p.L;
+    scores.marks = at<uint8_t>(plan_.marks_at);
     scores.E = p.E;
     scores.scale = p.scale;
     scores.mask = p.mask;
@@ -91,36 +88,30 @@ class Forward {
     scores.key_group = p.key.group;
     scores.query_exponents = exponents[0];
     scores.key_exponents = exponents[1];
+    scores.Ev = p.Ev;
+    scores.factor = kept_factor(p.dropout);
+    scores.value_group = p.value.group;
+    scores.value_exponents = exponents[2];
+    scores.out = p.out;
+    scores.lse = p.lse;
+    if (plan_.fused) {
+      return launch_split_half_fused(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), at<void>(plan_.value_at), stream_);
+    }
     status = launch_split_half_scores(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), stream_);
     if (status != cudaSuccess) return status;
 
     // States are read and written by CTAs of different columns: two arrays, in turn.
     const int64_t parity = slice.col_begin / plan_.keys % 2, states = plan_.matrices * plan_.rows;
     SplitHalfValuesParams values = {};
-    static_cast<SplitHalfStage&>(values) = stage;
+    static_cast<SplitHalfStage&>(values) = scores;
     values.S = p.S;
-    values.Ev = p.Ev;
-    values.factor = kept_factor(p.dropout);
-    values.value_group = p.value.group;
-    values.value_exponents = exponents[2];
     values.before = at<SplitHalfRowState>(plan_.states_at) + parity * states;
     values.after = at<SplitHalfRowState>(plan_.states_at) + (1 - parity) * states;
-    values.out = p.out;
-    values.lse = p.lse;
     return launch_split_half_values(values, at<void>(plan_.value_at), stream_);
   }
 
   cudaError_t run_exact() const {
-    uint8_t* marks = at<uint8_t>(plan_.marks_at);
-    const SplitHalfExactParams exact = {params_.N, params_.E, params_.key.group, params_.value.group, params_.scale,
-                                        facts(0),  facts(1),  facts(2),          marks};
-    const cudaError_t status = launch_split_half_exact(exact, stream_);
-    if (status != cudaSuccess) return status;
-    ForwardParams marked = params_;
-    marked.only = marks;
-    marked.workspace = at<void>(plan_.slice_at);
-    marked.workspace_bytes = std::max<int64_t>(params_.workspace_bytes - plan_.slice_at, 0);
-    return pipeline_forward(marked, stream_);
+    return launch_split_half_exact({params_, facts(0), facts(1), facts(2), at<uint8_t>(plan_.marks_at)}, stream_);
   }
 
   const ForwardParams& params_;

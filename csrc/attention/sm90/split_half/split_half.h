@@ -22,7 +22,7 @@ struct SplitHalfRowState {
   int32_t top;
 };
 
-// What the two products of a slice have in common. A slice is some matrices, rows and keys; its arrays count from its own first.
+// What the kernels of a slice have in common. A slice is some matrices, rows and keys; its arrays count from its own first.
 struct SplitHalfStage {
   BatchDims batch;
   Slice slice;
@@ -30,7 +30,13 @@ struct SplitHalfStage {
   Sequence sequence;
   void* weights;               // terms (2, matrices, rows, pitch), times 2^15; pitch: keys rounded up to 8
   SplitHalfSegment* segments;  // (matrices, keys / 64 rounded up, rows)
-  SplitHalfFacts* facts;       // of query, by flat number; exact is set where a score is too large for a reference
+  int64_t L, Ev;   // rows of all slices, columns of values
+  double factor;   // of the weights that dropout keeps
+  int64_t key_group, value_group;
+  const int32_t *query_exponents, *key_exponents, *value_exponents;
+  MatrixView out;  // (N, L, Ev); between slices of keys it holds rows relative to 2^top
+  MatrixView lse;
+  uint8_t* marks;  // (N, L / 16 rounded up): 1 where scores of these rows are too large, or too far below 0, for a reference
 };
 
 struct SplitHalfScoresParams : SplitHalfStage {
@@ -38,32 +44,29 @@ struct SplitHalfScoresParams : SplitHalfStage {
   double scale;
   MatrixView mask;  // broadcasts to (N, L, S), float
   MaskType mask_type;
-  int64_t key_group;
-  const int32_t *query_exponents, *key_exponents;
 };
 
 struct SplitHalfValuesParams : SplitHalfStage {
-  int64_t S, Ev;  // keys of all slices
-  double factor;  // of the weights that dropout keeps
-  int64_t value_group;
-  const int32_t* value_exponents;
+  int64_t S;                        // keys of all slices
   const SplitHalfRowState* before;  // (matrices, rows), from the keys before the slice's
   SplitHalfRowState* after;
-  MatrixView out;  // (N, L, Ev); holds the row relative to 2^top until all of its keys are done
-  MatrixView lse;
 };
 
-// exact[n] = 1 where two half terms will not do for matrix n.
+constexpr int kExactRows = 16;  // that are marked, and made anew, together
+
+// What two half terms are not enough for, made anew in float: the rows that are marked, and all of a matrix whose facts say so.
 struct SplitHalfExactParams {
-  int64_t N, E, key_group, value_group;
-  double scale;
-  const SplitHalfFacts *query, *key, *value;
-  uint8_t* exact;
+  ForwardParams call;
+  const SplitHalfFacts *query, *key, *value;  // by flat number
+  const uint8_t* marks;
 };
 
 // query_terms: (2, matrices, rows, E rounded up to 8); the others likewise.
 cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, void* query_terms, void* key_terms, cudaStream_t stream);
 cudaError_t launch_split_half_values(const SplitHalfValuesParams& params, void* value_terms, cudaStream_t stream);
+// Both products of whole matrices, head dims up to 128.
+cudaError_t launch_split_half_fused(const SplitHalfScoresParams& params, void* query_terms, void* key_terms, void* value_terms,
+                                    cudaStream_t stream);
 cudaError_t launch_split_half_exact(const SplitHalfExactParams& params, cudaStream_t stream);
 
 cudaError_t split_half_forward(const ForwardParams& params, cudaStream_t stream);

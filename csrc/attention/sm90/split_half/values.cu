@@ -7,44 +7,18 @@
 // softmax without its roundings. Between slices of keys the row waits in out and its state in the workspace.
 // Grid: persistent CTAs, one an SM. Causal: the longest row tiles of all matrices first, and CTAs in reverse every other round.
 // Shared memory: SplitHalfWgmmaTile::Shared. Registers: 232 a consumer thread.
-#include "attention/sm90/split_half/split_half.h"
+#include "attention/sm90/split_half/row_promotion.cuh"
 #include "attention/sm90/split_half/terms_map.h"
-#include "attention/softmax/online_softmax.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "device/common/batch.cuh"
 #include "gemm/sm90/mainloop.cuh"
-#include "gemm/split_half/epilogue.cuh"
 
 namespace attention_ext {
 namespace {
 
 template <class Tile>
 struct SplitHalfPromotion {
-  static constexpr int kNoTop = -(1 << 30);
-
-  // A row's power of two, sum and their changes: what a thread keeps of one of its two rows.
-  struct RowPromotion {
-    SplitHalfRowState state;
-    float factor;  // of the step's products
-
-    // By a segment whose values have this exponent. Returns what the row so far is to be multiplied by.
-    __device__ __forceinline__ float step(const SplitHalfSegment& segment, int exponent) {
-      if (segment.reference == negative_infinity(0.0f)) {
-        factor = 0.0f;
-        return 1.0f;
-      }
-      const float reference = maximum(state.reference, segment.reference);
-      state.sum = state.sum * exp2_approx(state.reference - reference) + segment.sum * exp2_approx(segment.reference - reference);
-      state.reference = reference;
-      const int power = static_cast<int>(segment.reference) + exponent, top = max(state.top, power);
-      const float before = relative_to_largest(state.top, top);
-      factor = relative_to_largest(power, top);
-      state.top = top;
-      return before;
-    }
-  };
-
   const SplitHalfSegment* g_segment;  // of the thread's first row and the step after this one
   const int32_t* g_exponent;
   int64_t rows;
@@ -122,7 +96,7 @@ struct SplitHalfValuesWork {
     int64_t out;  // offset of the matrix
   };
   __device__ __forceinline__ Fetched fetch(const Place& at, int) const {
-    return {batch_offset(p.batch, p.out, static_cast<uint32_t>(at.n), at.slice_index)};
+    return {batch_offset(p.batch, p.out, static_cast<uint32_t>(at.n), 0)};
   }
 
   __device__ __forceinline__ SplitHalfPromotion<Tile> promotion(const Place& at, int row, const Fetched& fetched,
@@ -137,7 +111,7 @@ struct SplitHalfValuesWork {
     promotion.load_next();
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      promotion.row[half].state = {negative_infinity(0.0f), 0.0f, SplitHalfPromotion<Tile>::kNoTop};
+      promotion.row[half].state = no_keys_yet();
       if (p.slice.col_begin > 0 && row + 8 * half < at.rows) {
         promotion.row[half].state = p.before[at.slice_index * rows + at.row + row + 8 * half];
       }
@@ -171,21 +145,15 @@ struct SplitHalfValuesWork {
 
   __device__ __forceinline__ void store(const Place& at, int row, const Fetched& fetched, const float (&product)[Tile::kN / 2],
                                         uint32_t, const SplitHalfPromotion<Tile>& promotion) const {
-    float quotient[2];
-    int power[2];
+    RowResult result[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const SplitHalfRowState& state = promotion.row[half].state;
-      const bool exists = row + 8 * half < at.rows, none = state.reference == negative_infinity(0.0f);
-      quotient[half] = none ? 0.0f : static_cast<float>(p.factor) / state.sum;
-      power[half] = none ? 0 : state.top - static_cast<int>(state.reference) - 15;
-      if (threadIdx.x % 4 != 0 || at.col != 0 || !exists) continue;
+      result[half] = RowResult(state, static_cast<float>(p.factor));
       const int64_t slice_row = at.row + row + 8 * half;
+      if (threadIdx.x % 4 != 0 || at.col != 0 || row + 8 * half >= at.rows) continue;
       if (at.last) {
-        if (state.reference < kFarBelow + 256.0f && !none) p.facts[at.n].exact = 1;  // what is below that may have counted
-        static_cast<float*>(p.lse.data)[batch_offset(p.batch, p.lse, static_cast<uint32_t>(at.n), at.slice_index) +
-                                        (p.slice.row_begin + slice_row) * p.lse.row_stride] =
-            none ? state.reference : fmaf(state.reference, kLn2, natural_log(state.sum));
+        store_row_result(p, p.lse, at.n, p.slice.row_begin + slice_row, state);
       } else {
         p.after[at.slice_index * p.slice.row_count + slice_row] = state;
       }
@@ -196,7 +164,7 @@ struct SplitHalfValuesWork {
       float x[2] = {product[i], product[i + 1]};
       if (at.last) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) x[e] = quotient[half] == 0.0f ? 0.0f : times_power_of_two(x[e] * quotient[half], power[half]);
+        for (int e = 0; e < 2; ++e) x[e] = result[half].of(x[e]);
       }
       if (pairs && second) {
         *reinterpret_cast<float2*>(g_pair) = make_float2(x[0], x[1]);

@@ -1,0 +1,96 @@
+// Products of query and key -> the weights of a segment of 64 keys, for both forms of float32 attention by half terms.
+#pragma once
+
+#include "attention/sm90/split_half/split_half.h"
+#include "attention/visibility/score_modifier.cuh"
+#include "device/common/math.cuh"
+#include "device/common/random.cuh"
+
+namespace attention_ext {
+
+// Where a fragment of 64 rows by 64 keys lies, for a thread that holds two of its rows (score_modifier.cuh).
+struct SegmentPlace {
+  int64_t n, mask;  // the matrix, and the offset of its mask
+  KeyRange range;
+  int row, end_row;  // the thread's first row, and the first that does not exist
+  int open;          // all of the warp's rows see the keys before this one
+  int key;           // the segment's first
+};
+
+// The keys that all of a warp's 16 rows see; 0 where not all of them exist.
+__device__ __forceinline__ int open_keys(const KeyRange& range, int row, int end_row) {
+  const int warp_row = row - static_cast<int>(threadIdx.x % 32 / 4);
+  return warp_row + 16 <= end_row ? range.end_of_row(warp_row) : 0;
+}
+
+constexpr int kMostSplitHalfExponent = 90;            // of a score's factor: products are up to 2^40
+constexpr float kLeastSplitHalfFactor = 0x1p-100f;    // far from where a factor and -inf would make NaN
+
+// x: products in units of 2^exponent, in; weights 2^(score * log2(e) - reference + 15), out: dropped, but summed before that. Returns
+// whether a score is too large for a reference. kMasked: there is a mask.
+template <bool kMasked>
+__device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], const SplitHalfScoresParams& p,
+                                                     const SegmentPlace& at, int exponent, SplitHalfSegment (&segment)[2]) {
+  // A score is the product times `factor`: 0 where either side is zeros.
+  const float power = exponent < -126 ? 0.0f : __int_as_float((min(exponent, 127) + 127) << 23);
+  const float factor = static_cast<float>(p.scale) * power;
+  bool too_large = exponent > kMostSplitHalfExponent;
+  // Products will do for scores until the exponential where the factor can wait for it.
+  const bool products = !kMasked && factor > kLeastSplitHalfFactor;
+  const float before = products ? 1.0f : factor, unit = (products ? factor : 1.0f) * kLog2E;
+  const int key = at.key + threadIdx.x % 4 * 2;
+  if (kMasked || !products) {
+    scale_and_mask<float>(
+        x, before, p.mask, kMasked ? p.mask_type : MaskType::kNone,
+        [&](int half) { return at.mask + min(at.row + 8 * half, at.end_row - 1) * p.mask.row_stride; }, key, at.range.keys);
+  }
+  if (at.key + kSegment > at.open) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      hide_keys(x, half, key, at.row + 8 * half < at.end_row ? at.range.end_of_row(at.row + 8 * half) : 0);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float largest = negative_infinity(0.0f);
+#pragma unroll
+    for (int i = 2 * half; i < kSegment / 2; i += 4) largest = maximum(largest, maximum(x[i], x[i + 1]));
+    largest = warp_max<4>(largest);
+    float reference = ceilf(largest * unit), sum = 0.0f;
+    const bool none = largest == negative_infinity(0.0f), below = !none && reference < kFarBelow;
+    too_large = too_large || (reference > kFarAbove && reference < __int_as_float(0x7f800000));
+    // Weights of keys that are far below are 0, unless the row sees no others.
+    const float offset = none || below ? 0.0f : 15.0f - reference;
+#pragma unroll
+    for (int i = 2 * half; i < kSegment / 2; i += 4) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        x[i + e] = below ? 0.0f : exp2_approx(fmaf(x[i + e], unit, offset));
+        sum += x[i + e];
+      }
+    }
+    sum = warp_sum<4>(sum) * 0x1p-15f;
+    if (below) reference = kFarBelow;
+    if (!(sum == sum)) reference = 0.0f;  // so that it takes part
+    segment[half] = {reference, sum};
+  }
+  if (p.dropout.seed != nullptr) {
+    const int64_t seed = *p.dropout.seed;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) drop_fragment(x, half, p.dropout, seed, at.n, at.row + 8 * half, at.key / 4);
+  }
+  return too_large;
+}
+
+// The high terms of pairs of weights; x becomes what they leave, for the low ones.
+__device__ __forceinline__ void take_term(float (&x)[kSegment / 2], uint32_t (&pairs)[kSegment / 4]) {
+#pragma unroll
+  for (int i = 0; i < kSegment / 4; ++i) {
+    pairs[i] = pack_pair<__half>(x[2 * i], x[2 * i + 1]);
+    const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&pairs[i]));
+    x[2 * i] -= high.x;
+    x[2 * i + 1] -= high.y;
+  }
+}
+
+}  // namespace attention_ext
