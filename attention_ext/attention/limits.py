@@ -36,7 +36,7 @@ def check_kernel_name(device: torch.device, kernel_name: str, *, backward: bool 
 
 
 def backward_kernel_name(kernel_name: str) -> str:
-    """The name for sdpa_backward after a forward by that name: the same if that kernel has a backward that takes all it takes, else "auto"."""
+    """The name for sdpa_backward after a forward by that name: the same if that kernel's backward takes everything, else "auto"."""
     return kernel_name if kernel_name in _WITH_BACKWARD else "auto"
 
 

@@ -46,8 +46,8 @@ inline MatrixView slice_view(void* data, int64_t rows, int64_t pitch, bool vecto
 }
 
 // mask_grad's share of a slice of whole rows, of which `score_grad` is dS. scratch: what nobody reads any more.
-inline MaskGradParams mask_grad_of(const BackwardParams& params, const Slice& slice, const MatrixView& score_grad, void* scratch,
-                                   int64_t scratch_bytes) {
+inline MaskGradParams mask_grad_of(const BackwardParams& params, const Slice& slice, const MatrixView& score_grad,
+                                   void* scratch, int64_t scratch_bytes) {
   MaskGradParams mask = stage_of<MaskGradParams>(params, slice);
   mask.rows_kept = params.mask_grad.row_stride != 0;
   mask.cols_kept = params.mask_grad.col_stride != 0;

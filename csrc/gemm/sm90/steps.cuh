@@ -28,7 +28,8 @@ class StepLoader {
   // A step of both operands: the box at `a` or, with kColumnsA, the one 64 elements of m after it as well; of B likewise. Then
   // steps along k.
   template <bool kColumnsA, bool kColumnsB>
-  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b, TensorPosition& b) {
+  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b,
+                                       TensorPosition& b) {
     using T = typename Tile::T;
     mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
     const uint32_t full = shared_address(&shared_.full[ring_.slot]);
@@ -123,8 +124,8 @@ class StepMultiplier {
 #pragma unroll
     for (int k = 0; k < Tile::kK; k += 16) {
       constexpr int kAlong = sizeof(T), kDown = 128;  // bytes from one k to the next
-      wgmma<T, kColumnsB, kColumnsA>(product, a + k * (kColumnsA ? kDown : kAlong) / 16, b + k * (kColumnsB ? kDown : kAlong) / 16,
-                                     kFresh && k == 0);
+      wgmma<T, kColumnsB, kColumnsA>(product, a + k * (kColumnsA ? kDown : kAlong) / 16,
+                                     b + k * (kColumnsB ? kDown : kAlong) / 16, kFresh && k == 0);
     }
     wgmma_commit();
   }

@@ -6,8 +6,9 @@
 // rows; where these lie in several slices, it is carried from one to the next.
 // Workspace: delta and norm, (N, L) in float; then of a slice P and dS, (batches, rows, pitch) in the tensors' dtype; the sums of
 // its rows of P, (batches, rows, column tiles) in float; and what is carried of dK and dV.
-#include "attention/pipeline/stage.h"
 #include "attention/sm90/pipeline/backward.h"
+
+#include "attention/pipeline/stage.h"
 #include "core/arithmetic.h"
 #include "plan/slices.h"
 
@@ -60,7 +61,8 @@ bool plan_joint(const BackwardParams& params, int64_t room, Plan& plan) {
   if (most >= group && group * params.L <= kPartKeys) {
     return fits(even_piece(params.N / group, most / group, 1, 1) * group);
   }
-  for (int64_t part = part_of_group(group, std::min(most, kPartKeys / params.L)); most > 0; part = part_of_group(group, part - 1)) {
+  for (int64_t part = part_of_group(group, std::min(most, kPartKeys / params.L)); most > 0;
+       part = part_of_group(group, part - 1)) {
     if (fits(part)) return true;
     if (part == 1) return false;
   }
@@ -128,12 +130,8 @@ class Run {
     const SliceShape& shape = plan_.by_rows;
     for (int64_t batch = 0; batch < params_.N; batch += shape.batches) {
       for (int64_t row = 0; row < params_.L; row += shape.rows) {
-        const Slice slice = {batch,
-                             std::min(shape.batches, params_.N - batch),
-                             row,
-                             std::min(shape.rows, params_.L - row),
-                             0,
-                             params_.S};
+        const Slice slice = {
+            batch, std::min(shape.batches, params_.N - batch), row, std::min(shape.rows, params_.L - row), 0, params_.S};
         cudaError_t status = make_scores(shape, slice, true);
         if (status == cudaSuccess) status = make_gradients(shape, slice, true, plan_.joint);
         if (status == cudaSuccess) status = make_mask_grad(shape, slice);
@@ -148,8 +146,8 @@ class Run {
     for (int64_t col = 0; col < params_.S; col += shape.cols) {
       for (int64_t batch = 0; batch < params_.N; batch += shape.batches) {
         for (int64_t row = 0; row < params_.L; row += shape.rows) {
-          const Slice slice = {batch, shape.batches, row, std::min(shape.rows, params_.L - row),
-                               col,   std::min(shape.cols, params_.S - col)};
+          const Slice slice = {
+              batch, shape.batches, row, std::min(shape.rows, params_.L - row), col, std::min(shape.cols, params_.S - col)};
           cudaError_t status = make_scores(shape, slice, false);
           if (status == cudaSuccess) status = make_gradients(shape, slice, false, true);
           if (status != cudaSuccess) return status;

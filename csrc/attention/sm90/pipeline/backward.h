@@ -50,8 +50,8 @@ struct GradientOf {
 };
 enum : int { kGradQuery, kGradKey, kGradValue };
 
-// dQ = scale * dS . key of the slice's rows; dK = scale * dS^T . query and dV = factor * P^T . grad_out of its keys, summed over the
-// query heads of a key head.
+// dQ = scale * dS . key of the slice's rows; dK = scale * dS^T . query and dV = factor * P^T . grad_out of its keys, summed over
+// the query heads of a key head.
 struct GradientsParams : StageParams {
   int64_t group;             // query heads per key head
   int64_t S;                 // keys of all slices

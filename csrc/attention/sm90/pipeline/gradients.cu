@@ -32,7 +32,7 @@ struct TileList {
   };
 
   unsigned key_heads, matrices;
-  int key_tiles, row_tiles;    // of a matrix, along m
+  int key_tiles, row_tiles;        // of a matrix, along m
   int key_columns, value_columns;  // tiles along n
   bool by_head, in_turn, reverse;
 
@@ -41,7 +41,7 @@ struct TileList {
     return key_heads * key_tiles * of_key() + matrices * row_tiles * static_cast<unsigned>(key_columns);
   }
 
-  __device__ __forceinline__ Tile at(unsigned tile) const {
+  [[maybe_unused]] __device__ __forceinline__ Tile at(unsigned tile) const {
     if (by_head) {  // dV, dK, then dQ of the key head's query heads
       const unsigned keys = key_tiles * of_key(), rows = matrices / key_heads * row_tiles * key_columns;
       const unsigned head = tile / (keys + rows), in_head = tile - head * (keys + rows);
@@ -87,7 +87,7 @@ struct TileList {
   }
 
  private:
-  static __device__ __forceinline__ Tile split(int of, unsigned head, unsigned in_head, int columns) {
+  [[maybe_unused]] static __device__ __forceinline__ Tile split(int of, unsigned head, unsigned in_head, int columns) {
     return {of, head, static_cast<int>(in_head / columns), static_cast<int>(in_head % columns)};
   }
 };
@@ -292,7 +292,7 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
   if (status == cudaSuccess) status = operand(maps.grad_out, params.grad_out, rows, Ev);
   if (status != cudaSuccess) return status;
 
-  const int64_t heads = std::min(params.group, slice.batch_count), length = heads * slice.row_count;
+  const int64_t heads = params.of_keys ? std::min(params.group, slice.batch_count) : 1, length = heads * slice.row_count;
   TileList list = {};
   list.key_heads = static_cast<unsigned>(slice.batch_count / heads);
   list.matrices = static_cast<unsigned>(slice.batch_count);

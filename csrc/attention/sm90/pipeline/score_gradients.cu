@@ -29,31 +29,26 @@ struct ScoreGradientsMaps {
   CUtensorMap query, key, grad_out, value;
 };
 
-// kMasked: there is a mask.
-template <class T, bool kMasked>
+// kModified: there is a mask or dropout.
+template <class T, bool kModified>
 struct ScoreGradients {
   using Tile = ScoreGradientsTile<T>;
   static constexpr int kPart = 64, kParts = Tile::kN / kPart;  // columns at a time, as many as a strip has
   static constexpr float kWeightScale = weight_scale(kDataType<T>);
 
   const ScoreGradientsParams& p;
+  const ScoreTiles<Tile>& tiles;
 
-  __device__ __forceinline__ ScoreTiles<Tile> score_tiles() const { return {p.slice, p.sequence.causal}; }
-  __device__ __forceinline__ unsigned tiles() const {
-    return static_cast<unsigned>(p.slice.batch_count) * score_tiles().of_matrix();
+  __device__ __forceinline__ unsigned all_tiles() const {
+    return static_cast<unsigned>(p.slice.batch_count) * tiles.of_matrix();
   }
-  __device__ __forceinline__ ScorePlace place(unsigned tile) const {
-    return score_place<Tile>(p.slice, p.sequence, score_tiles().at(tile));
-  }
-  static __device__ __forceinline__ int steps_of(int64_t width) {
-    return static_cast<int>((width + Tile::kK - 1) / Tile::kK);
-  }
+  static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
 
   __device__ __forceinline__ void load(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps) const {
-    const unsigned end = tiles();
+    const unsigned end = all_tiles();
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
-      const ScorePlace at = place(tile);
+      const ScorePlace at = score_place<Tile>(p.slice, p.sequence, tiles.at(tile));
       if (at.hidden) continue;
       load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
       load_product(loader, at, p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
@@ -76,10 +71,10 @@ struct ScoreGradients {
   };
 
   __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) const {
-    const unsigned end = tiles();
+    const unsigned end = all_tiles();
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
-      const TileIndex index = score_tiles().at(tile);
+      const TileIndex index = tiles.at(tile);
       float delta[2];
       uint32_t weights[Tile::kN / 4], kept[kParts];
       bool plain;
@@ -90,7 +85,7 @@ struct ScoreGradients {
         const Rows rows = fetch(at, row);
         multiplier.template multiply<false, false>(product, steps_of(p.E));
         const bool large = !(fabsf(rows.lse[0]) < kLargeLse && fabsf(rows.lse[1]) < kLargeLse);
-        plain = !kMasked && wholly_visible<Tile>(at) && scales_exponents(static_cast<float>(p.scale)) &&
+        plain = !kModified && wholly_visible<Tile>(at) && scales_exponents(static_cast<float>(p.scale)) &&
                 !__any_sync(0xffffffffu, large);
         if (plain) {
           make_probabilities<true>(at, row, rows, product, weights, kept, s_strip);
@@ -137,7 +132,7 @@ struct ScoreGradients {
                                                      uint32_t (&kept)[kParts], uint32_t s_strip) const {
     const float scale = static_cast<float>(p.scale);
     // Without a mask exponents are made of products, by one multiply-add.
-    const bool products = !kMasked && scales_exponents(scale);
+    const bool products = (!kModified || p.mask_type == MaskType::kNone) && scales_exponents(scale);
     const float before = products ? 1.0f : scale, after = products ? scale : 1.0f, unit = after * kLog2E;
     constexpr float kShift = kWeightScale == 1.0f ? 0.0f : 8.0f;
     static_assert(kWeightScale == 1.0f || kWeightScale == 256.0f, "2 to the power of kShift");
@@ -151,8 +146,10 @@ struct ScoreGradients {
       const bool mended = p.norm != nullptr && row + 8 * half < at.rows;
       offset[half] = kShift + (mended ? log2f(p.norm[at.n * p.L + at.row + row + 8 * half]) : 0.0f);
     }
-    const bool dropping = p.dropout.seed != nullptr;
-    const int64_t mask = kMasked ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), at.slice_index) : 0;
+    const bool dropping = kModified && p.dropout.seed != nullptr;
+    const int64_t mask = kModified && p.mask_type != MaskType::kNone
+                             ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), at.slice_index)
+                             : 0;
     T* g_out = place_of(p.probabilities, at, row);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -191,7 +188,8 @@ struct ScoreGradients {
     for (int half = 0; half < 2; ++half) {
       const float total = warp_sum<4>(sum[half]);
       if (threadIdx.x % 4 == 0 && row + 8 * half < at.rows) {
-        p.row_sums[(at.slice_index * p.slice.row_count + at.slice_row + row + 8 * half) * pitch + at.slice_col / Tile::kN] = total;
+        p.row_sums[(at.slice_index * p.slice.row_count + at.slice_row + row + 8 * half) * pitch + at.slice_col / Tile::kN] =
+            total;
       }
     }
   }
@@ -203,7 +201,7 @@ struct ScoreGradients {
     const auto mask_row = [&](int half) {  // of the last row for rows that do not exist
       return mask + (at.row + min(row + 8 * half, at.rows - 1)) * p.mask.row_stride;
     };
-    scale_and_mask<T>(x, factor, p.mask, kMasked ? p.mask_type : MaskType::kNone, mask_row, key, at.range.keys);
+    scale_and_mask<T>(x, factor, p.mask, kModified ? p.mask_type : MaskType::kNone, mask_row, key, at.range.keys);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       hide_keys(x, half, key, row + 8 * half < at.rows ? at.range.end_of_row(at.row + row + 8 * half) : 0);
@@ -233,7 +231,7 @@ struct ScoreGradients {
                                                   const float (&product)[Tile::kN / 2], const uint32_t (&weights)[Tile::kN / 4],
                                                   const uint32_t (&kept)[kParts], uint32_t s_strip) const {
     constexpr float kUnscale = 1.0f / kWeightScale;
-    const bool dropping = p.dropout.seed != nullptr;
+    const bool dropping = kModified && p.dropout.seed != nullptr;
     const float factor = dropping ? static_cast<float>(p.dropout.keep_scale) * kUnscale : kUnscale;
     const float offset[2] = {-delta[0] * kUnscale, -delta[1] * kUnscale};
     T* g_out = place_of(p.score_grad, at, row);
@@ -282,14 +280,14 @@ struct ScoreGradients {
   }
 };
 
-template <class T, bool kMasked>
+template <class T, bool kModified>
 __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
-    score_gradients_kernel(const __grid_constant__ ScoreGradientsParams params,
-                           const __grid_constant__ ScoreGradientsMaps maps) {
+    score_gradients_kernel(const __grid_constant__ ScoreGradientsParams params, const __grid_constant__ ScoreGradientsMaps maps,
+                           const __grid_constant__ ScoreTiles<ScoreGradientsTile<T>> tiles) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Tile = ScoreGradientsTile<T>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  const ScoreGradients<T, kMasked> work = {params};
+  const ScoreGradients<T, kModified> work = {params, tiles};
   run_warpgroups<Tile>(
       *reinterpret_cast<typename Tile::Shared*>(s_bytes), [&](StepLoader<Tile>& loader) { work.load(loader, maps); },
       [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) { work.multiply(multiplier, s_strip, row); });
@@ -312,10 +310,11 @@ cudaError_t launch_typed(const ScoreGradientsParams& params, cudaStream_t stream
   if (status == cudaSuccess) status = map(maps.grad_out, params.grad_out, rows, params.Ev, Tile::kM);
   if (status == cudaSuccess) status = map(maps.value, params.value, keys, params.Ev, Tile::kN);
   if (status != cudaSuccess) return status;
-  const int64_t tiles = slice.batch_count * ScoreTiles<Tile>(slice, params.sequence.causal).of_matrix();
-  return params.mask_type == MaskType::kNone
-             ? launch_persistent<Tile>(score_gradients_kernel<T, false>, tiles, stream, params, maps)
-             : launch_persistent<Tile>(score_gradients_kernel<T, true>, tiles, stream, params, maps);
+  const ScoreTiles<Tile> tiles(slice, params.sequence.causal);
+  const int64_t count = slice.batch_count * tiles.of_matrix();
+  return params.mask_type == MaskType::kNone && params.dropout.seed == nullptr
+             ? launch_persistent<Tile>(score_gradients_kernel<T, false>, count, stream, params, maps, tiles)
+             : launch_persistent<Tile>(score_gradients_kernel<T, true>, count, stream, params, maps, tiles);
 }
 
 }  // namespace
