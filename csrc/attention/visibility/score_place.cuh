@@ -34,7 +34,8 @@ __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequ
 }
 
 // The tiles of a slice's scores, matrix after matrix and in the order of tile_of, without those above the diagonal of a causal
-// call: if these had numbers too, some CTAs that take every n-th tile would meet many of them and some none.
+// call: if these had numbers too, some CTAs that take every n-th tile would meet many of them and some none. The slice's keys begin
+// with the first.
 template <class Tile>
 struct ScoreTiles {
   int m_tiles, n_tiles;
@@ -42,7 +43,7 @@ struct ScoreTiles {
   __host__ __device__ constexpr ScoreTiles(const Slice& slice, bool causal)
       : m_tiles(static_cast<int>((slice.row_count + Tile::kM - 1) / Tile::kM)),
         n_tiles(static_cast<int>((slice.col_count + Tile::kN - 1) / Tile::kN)),
-        first_(causal ? first_of(slice) : 2 * n_tiles) {}
+        first_(causal ? static_cast<int>((slice.row_begin + Tile::kM + Tile::kN - 1) / Tile::kM) : 2 * n_tiles) {}
 
   __host__ __device__ constexpr unsigned of_matrix() const { return before(m_tiles); }
 
@@ -71,7 +72,7 @@ struct ScoreTiles {
   static_assert(Tile::kN == 2 * Tile::kM, "two row tiles more see a column tile more");
   // Column tiles that row tile m sees.
   __host__ __device__ constexpr int columns(int m) const {
-    const int seen = first_ + m < 0 ? 0 : (first_ + m) / 2;
+    const int seen = (first_ + m) / 2;
     return seen < n_tiles ? seen : n_tiles;
   }
   // Tiles of the matrix's row tiles before m.
@@ -83,15 +84,10 @@ struct ScoreTiles {
   }
   // The sum of i / 2 over [0, end).
   static __host__ __device__ constexpr unsigned halves(int end) {
-    return end < 2 ? 0 : static_cast<unsigned>(end / 2) * static_cast<unsigned>((end - 1) / 2);
-  }
-  static __host__ __device__ constexpr int first_of(const Slice& slice) {
-    const int64_t ahead = slice.row_begin - slice.col_begin + Tile::kM + Tile::kN - 1;  // rounded down, below 0 as well
-    return static_cast<int>((ahead < 0 ? ahead - Tile::kM + 1 : ahead) / Tile::kM);
+    return static_cast<unsigned>(end / 2) * static_cast<unsigned>((end - 1) / 2);
   }
 
-  // Row tile m sees (first_ + m) / 2 column tiles, none where that is negative, or all there are.
-  int first_;
+  int first_;  // row tile m sees (first_ + m) / 2 column tiles, or all there are
 };
 
 // Whether all rows and keys of the tile exist, and every row sees every key.

@@ -1,12 +1,12 @@
 // Backward by wgmma (Hopper), second kernel of a slice: dQ = scale * dS . K, dK = scale * dS^T . Q and dV = P^T . dO / (1 - p).
 //
-// Three products, one list of tiles: 128 rows or keys by 256 or 192 columns. dK and dV read dS and P as they lie, row after row, and
+// Three products, one list of tiles: 128 rows or keys by 256 or 192 columns. dK and dV read dS and P as they lie, row after row;
 // wgmma transposes them. Their k runs over the rows of one query head of a key head after the other, from the first row tile that
 // sees a key of the tile; dQ's over the keys that a row of the tile sees. Every sum has one CTA and one order: no atomics.
 // A sum that spans slices goes on in float from what earlier ones left (GradientOf::sums). A tile that nothing is added to is
 // written as well.
-// Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first, and CTAs in reverse
-// every other round, so that each gets about as much.
+// Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first, and CTAs in
+// reverse every other round, so that each gets about as much.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
 #include "attention/sm90/pipeline/backward.h"
 #include "attention/visibility/key_range.cuh"
@@ -24,8 +24,9 @@ struct GradientsMaps {
 };
 
 // The list of tiles of a slice, and which is number `tile`.
+template <class Tile>
 struct TileList {
-  struct Tile {
+  struct Index {
     int of;         // which gradient
     unsigned head;  // key head or, of dQ, matrix, from the beginning of the slice
     int m, n;
@@ -36,12 +37,25 @@ struct TileList {
   int key_columns, value_columns;  // tiles along n
   bool by_head, in_turn, reverse;
 
+  explicit TileList(const GradientsParams& p) {
+    const auto tiles = [](int64_t length, int64_t of_tile) { return static_cast<int>(ceil_div(length, of_tile)); };
+    const int64_t heads = p.of_keys ? std::min(p.group, p.slice.batch_count) : 1, length = heads * p.slice.row_count;
+    matrices = static_cast<unsigned>(p.slice.batch_count);
+    key_heads = matrices / static_cast<unsigned>(heads);
+    key_tiles = p.of_keys ? tiles(p.slice.col_count, Tile::kM) : 0;
+    row_tiles = p.of_rows ? tiles(p.slice.row_count, Tile::kM) : 0;
+    key_columns = tiles(p.of[kGradKey].width, Tile::kN);
+    value_columns = tiles(p.of[kGradValue].width, Tile::kN);
+    in_turn = length <= 2 * p.slice.col_count && p.slice.col_count <= 2 * length;  // sums are about as long
+    by_head = in_turn && !p.sequence.causal;
+    reverse = p.sequence.causal;
+  }
   __host__ __device__ unsigned of_key() const { return static_cast<unsigned>(key_columns + value_columns); }
   __host__ __device__ unsigned all() const {
     return key_heads * key_tiles * of_key() + matrices * row_tiles * static_cast<unsigned>(key_columns);
   }
 
-  [[maybe_unused]] __device__ __forceinline__ Tile at(unsigned tile) const {
+  __device__ __forceinline__ Index at(unsigned tile) const {
     if (by_head) {  // dV, dK, then dQ of the key head's query heads
       const unsigned keys = key_tiles * of_key(), rows = matrices / key_heads * row_tiles * key_columns;
       const unsigned head = tile / (keys + rows), in_head = tile - head * (keys + rows);
@@ -87,7 +101,7 @@ struct TileList {
   }
 
  private:
-  [[maybe_unused]] static __device__ __forceinline__ Tile split(int of, unsigned head, unsigned in_head, int columns) {
+  static __device__ __forceinline__ Index split(int of, unsigned head, unsigned in_head, int columns) {
     return {of, head, static_cast<int>(in_head / columns), static_cast<int>(in_head % columns)};
   }
 };
@@ -97,7 +111,7 @@ struct Gradients {
   using T = typename Tile::T;
 
   const GradientsParams& p;
-  const TileList& list;
+  const TileList<Tile>& list;
 
   struct Place {
     int of;
@@ -114,7 +128,7 @@ struct Gradients {
   }
 
   __device__ __forceinline__ Place place(unsigned tile) const {
-    const TileList::Tile index = list.at(tile);
+    const typename TileList<Tile>::Index index = list.at(tile);
     const bool is_row = index.of == kGradQuery;
     Place at;
     at.of = index.of;
@@ -258,7 +272,7 @@ struct Gradients {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gradients_kernel(const __grid_constant__ GradientsParams params, const __grid_constant__ GradientsMaps maps,
-                     const __grid_constant__ TileList list) {
+                     const __grid_constant__ TileList<Tile> list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   const Gradients<Tile> work = {params, list};
@@ -292,18 +306,7 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
   if (status == cudaSuccess) status = operand(maps.grad_out, params.grad_out, rows, Ev);
   if (status != cudaSuccess) return status;
 
-  const int64_t heads = params.of_keys ? std::min(params.group, slice.batch_count) : 1, length = heads * slice.row_count;
-  TileList list = {};
-  list.key_heads = static_cast<unsigned>(slice.batch_count / heads);
-  list.matrices = static_cast<unsigned>(slice.batch_count);
-  list.key_tiles = params.of_keys ? static_cast<int>(ceil_div(slice.col_count, Tile::kM)) : 0;
-  list.row_tiles = params.of_rows ? static_cast<int>(ceil_div(slice.row_count, Tile::kM)) : 0;
-  list.key_columns = static_cast<int>(ceil_div(E, Tile::kN));
-  list.value_columns = static_cast<int>(ceil_div(Ev, Tile::kN));
-  const bool alike = length <= 2 * slice.col_count && slice.col_count <= 2 * length;
-  list.by_head = alike && !params.sequence.causal;
-  list.in_turn = alike;
-  list.reverse = params.sequence.causal;
+  const TileList<Tile> list(params);
   return launch_persistent<Tile>(gradients_kernel<Tile>, list.all(), stream, params, maps, list);
 }
 

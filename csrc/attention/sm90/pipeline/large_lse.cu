@@ -1,7 +1,7 @@
 // Backward by wgmma (Hopper): the probabilities of rows with a large log-sum-exp made to sum to 1; what pipeline/row_norm.cu does.
 //
 // P = exp(score - lse) takes lse as the forward rounded it. At |lse| = 3e5 float's spacing is 0.03, so P is off by 3 %, and a row
-// of finfo.min has lost the sum's share altogether; the error is one factor for the whole row, and of dS as well. Below kLargeLse it
+// of finfo.min has lost the sum's share altogether; the error is one factor for the whole row, of dS as well. Below kLargeLse it
 // is less than what the probabilities are rounded by. score_gradients.cu leaves the sums of such rows, tile by tile.
 // Grid: one CTA of 256 threads per 256 rows of the slice. A thread looks at a row, a warp mends one. No shared memory.
 #include "attention/sm90/pipeline/backward.h"

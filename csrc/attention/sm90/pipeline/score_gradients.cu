@@ -21,9 +21,7 @@ namespace attention_ext {
 namespace {
 
 template <class T>
-struct ScoreGradientsTile : WgmmaTile<T, false> {
-  static constexpr int kConsumerRegisters = 240, kProducerRegisters = 24;
-};
+using ScoreGradientsTile = WgmmaTile<T, false, 256, 240>;
 
 struct ScoreGradientsMaps {
   CUtensorMap query, key, grad_out, value;
@@ -38,9 +36,14 @@ struct ScoreGradients {
 
   const ScoreGradientsParams& p;
   const ScoreTiles<Tile>& tiles;
+  const int& first_m;  // row tiles before it see none of the slice's keys, and have no number
 
   __device__ __forceinline__ unsigned all_tiles() const {
     return static_cast<unsigned>(p.slice.batch_count) * tiles.of_matrix();
+  }
+  __device__ __forceinline__ TileIndex index_of(unsigned tile) const {
+    const TileIndex index = tiles.at(tile);
+    return {index.batch, first_m + index.m, index.n};
   }
   static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
 
@@ -48,7 +51,7 @@ struct ScoreGradients {
     const unsigned end = all_tiles();
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
-      const ScorePlace at = score_place<Tile>(p.slice, p.sequence, tiles.at(tile));
+      const ScorePlace at = score_place<Tile>(p.slice, p.sequence, index_of(tile));
       if (at.hidden) continue;
       load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
       load_product(loader, at, p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
@@ -74,7 +77,7 @@ struct ScoreGradients {
     const unsigned end = all_tiles();
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
-      const TileIndex index = tiles.at(tile);
+      const TileIndex index = index_of(tile);
       float delta[2];
       uint32_t weights[Tile::kN / 4], kept[kParts];
       bool plain;
@@ -208,7 +211,7 @@ struct ScoreGradients {
     }
   }
 
-  // Bit i: whether dropout keeps element i of a part. Four adjacent columns, which are drawn at once, lie in two lanes: the even one
+  // Bit i: whether dropout keeps element i of a part. Four adjacent columns, drawn at once, lie in two lanes: the even one
   // draws for the upper row, the odd one for the lower.
   __device__ __forceinline__ uint32_t draw(const ScorePlace& at, int row, int part) const {
     const int lane = threadIdx.x % 4, odd = lane % 2;
@@ -283,17 +286,30 @@ struct ScoreGradients {
 template <class T, bool kModified>
 __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
     score_gradients_kernel(const __grid_constant__ ScoreGradientsParams params, const __grid_constant__ ScoreGradientsMaps maps,
-                           const __grid_constant__ ScoreTiles<ScoreGradientsTile<T>> tiles) {
+                           const __grid_constant__ ScoreTiles<ScoreGradientsTile<T>> tiles,
+                           const __grid_constant__ int first_m) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Tile = ScoreGradientsTile<T>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  const ScoreGradients<T, kModified> work = {params, tiles};
+  const ScoreGradients<T, kModified> work = {params, tiles, first_m};
   run_warpgroups<Tile>(
       *reinterpret_cast<typename Tile::Shared*>(s_bytes), [&](StepLoader<Tile>& loader) { work.load(loader, maps); },
       [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) { work.multiply(multiplier, s_strip, row); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
+}
+
+// Of a causal slice: leaves out the row tiles that see none of its keys, and counts rows and keys from its first key on, as
+// ScoreTiles takes them. How many were left out.
+template <class Tile>
+int leave_out_hidden_rows(Slice& slice) {
+  const int64_t before = std::max<int64_t>(slice.col_begin - slice.row_begin, 0) / Tile::kM;
+  const int64_t tiles = std::min(before, ceil_div(slice.row_count, Tile::kM));
+  slice.row_begin += tiles * Tile::kM - slice.col_begin;
+  slice.row_count = std::max<int64_t>(slice.row_count - tiles * Tile::kM, 0);
+  slice.col_begin = 0;
+  return static_cast<int>(tiles);
 }
 
 template <class T>
@@ -310,11 +326,13 @@ cudaError_t launch_typed(const ScoreGradientsParams& params, cudaStream_t stream
   if (status == cudaSuccess) status = map(maps.grad_out, params.grad_out, rows, params.Ev, Tile::kM);
   if (status == cudaSuccess) status = map(maps.value, params.value, keys, params.Ev, Tile::kN);
   if (status != cudaSuccess) return status;
-  const ScoreTiles<Tile> tiles(slice, params.sequence.causal);
+  Slice seen = slice;
+  const int first_m = params.sequence.causal ? leave_out_hidden_rows<Tile>(seen) : 0;
+  const ScoreTiles<Tile> tiles(seen, params.sequence.causal);
   const int64_t count = slice.batch_count * tiles.of_matrix();
   return params.mask_type == MaskType::kNone && params.dropout.seed == nullptr
-             ? launch_persistent<Tile>(score_gradients_kernel<T, false>, count, stream, params, maps, tiles)
-             : launch_persistent<Tile>(score_gradients_kernel<T, true>, count, stream, params, maps, tiles);
+             ? launch_persistent<Tile>(score_gradients_kernel<T, false>, count, stream, params, maps, tiles, first_m)
+             : launch_persistent<Tile>(score_gradients_kernel<T, true>, count, stream, params, maps, tiles, first_m);
 }
 
 }  // namespace
