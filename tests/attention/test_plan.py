@@ -289,8 +289,16 @@ def test_linear(facts: dict[str, int], capability: int, kernel: str, reason: str
 
 
 def test_backward() -> None:
-    found = plan("backward", **TYPICAL)
-    assert found.kernel == "pipeline" and found.reason == "no other kernel takes it" and found.refusals == [""]
+    found = plan("backward", 80, **TYPICAL)
+    assert found.kernel == "pipeline" and found.reason.startswith("no other kernel takes it") and found.refusals[0] == ""
+    needs_hopper_kernels()
+    assert plan("backward", **TYPICAL).kernel == "sm90_pipeline"
+    for facts, clause in (
+        ({"grad_out.row_alignment": 8}, "grad_out's rows do not all begin on 16-byte boundaries"),
+        ({"key_group": 4}, "key and value have different head counts"),
+        ({"E": 100}, "it takes head dims that are multiples of 8"),
+    ):
+        assert against("sm90_pipeline", "backward", **TYPICAL | facts) == clause
 
 
 def test_build_says_what_it_is() -> None:
