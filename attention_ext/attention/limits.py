@@ -21,7 +21,7 @@ _KERNELS = {  # device type, whether backward: the names beside "auto"
     ("cuda", False): tuple(torch.ops.attention_ext.kernels("forward")),
     ("cuda", True): tuple(torch.ops.attention_ext.kernels("backward")),
 }
-_WITH_BACKWARD = {name for (_, backward), names in _KERNELS.items() if backward for name in names}
+_WITH_BACKWARD = {names[0] for (_, backward), names in _KERNELS.items() if backward}  # that take every problem
 
 
 def check_kernel_name(device: torch.device, kernel_name: str, *, backward: bool = False) -> None:
@@ -36,7 +36,7 @@ def check_kernel_name(device: torch.device, kernel_name: str, *, backward: bool 
 
 
 def backward_kernel_name(kernel_name: str) -> str:
-    """The name for sdpa_backward after a forward by that name: the same if that kernel has a backward, else "auto"."""
+    """The name for sdpa_backward after a forward by that name: the same if that kernel's backward takes everything, else "auto"."""
     return kernel_name if kernel_name in _WITH_BACKWARD else "auto"
 
 

@@ -7,6 +7,7 @@
 
 #include "attention/pipeline/params.h"
 #include "attention/sm90/fused/fused.h"
+#include "attention/sm90/pipeline/backward.h"
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/sm90/rows/rows.h"
 #include "attention/sm90/split_half/split_half.h"
@@ -21,8 +22,15 @@ using ForwardLauncher = cudaError_t (*)(const ForwardParams&, cudaStream_t);
 constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, rows_forward, fused_forward_512, fused_forward_1024,
                                                  wgmma_pipeline, split_half_forward};
 static_assert(std::size(kForwardLaunchers) == std::tuple_size_v<ForwardTable>);
-using BackwardLauncher = cudaError_t (*)(const BackwardParams&, cudaStream_t);
-constexpr BackwardLauncher kBackwardLaunchers[] = {pipeline_backward};
+struct BackwardLauncher {
+  cudaError_t (*run)(const BackwardParams&, cudaStream_t);
+  int64_t (*workspace)(const BackwardParams&);
+  bool (*sums_mask)(const BackwardParams&);  // whether it wants mask_sums
+};
+constexpr BackwardLauncher kBackwardLaunchers[] = {
+    {pipeline_backward, pipeline_backward_workspace, pipeline_backward_sums_mask},
+    {wgmma_backward, wgmma_backward_workspace, wgmma_backward_sums_mask},
+};
 static_assert(std::size(kBackwardLaunchers) == std::tuple_size_v<BackwardTable>);
 
 // A forward call: what the kernels get, but for the workspace, and which of them runs.
@@ -197,18 +205,20 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
     grad_mask = allocate({0}, {1}, type, device);
   }
   views.finish(params.batch);
-  const Problem problem = problem_of(params, params.key_group, params.value_group);
+  Problem problem = problem_of(params, params.key_group, params.value_group);
+  problem.grad_out = operand_of(params.batch, params.grad_out, params.L, element_bytes(params.type));
   const size_t row = choose_row(kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes);
+  const BackwardLauncher& kernel = kBackwardLaunchers[row];
   if (params.N > 0 && params.L > 0) {
     params.workspace_bytes = workspace_bytes;
-    Tensor workspace = allocate_bytes(pipeline_backward_workspace(params), device), mask_sums = grad_mask;
+    Tensor workspace = allocate_bytes(kernel.workspace(params), device), mask_sums = grad_mask;
     params.workspace = data_of(workspace);
-    if (mask_grad && pipeline_backward_sums_mask(params)) {  // in the result itself if that is its dtype
+    if (mask_grad && kernel.sums_mask(params)) {  // in the result itself if that is its dtype
       const Sizes sizes = sizes_of(grad_mask);
       if (grad_mask.scalar_type() != accumulator) mask_sums = allocate(sizes, strides_of(grad_mask), accumulator, device);
       params.mask_sums = data_of(mask_sums);
     }
-    check_status(op, kBackwardLaunchers[row](params, stream), device);
+    check_status(op, kernel.run(params, stream), device);
   } else {  // no query reads the keys
     for (const Tensor& grad : {grad_key, grad_value, grad_mask}) clear(op, grad, stream, device);
   }

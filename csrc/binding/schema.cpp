@@ -76,7 +76,7 @@ bool assign(Problem& p, const std::string& name, int64_t value) {
                  {"dropout", &p.dropout}},
                 name, value) ||
          assign_operand("query.", p.query, name, value) || assign_operand("key.", p.key, name, value) ||
-         assign_operand("value.", p.value, name, value);
+         assign_operand("value.", p.value, name, value) || assign_operand("grad_out.", p.grad_out, name, value);
 }
 bool assign(LinearProblem& p, const std::string& name, int64_t value) {
   return assign({{"M", &p.M}, {"N", &p.N}, {"K", &p.K}, {"type", &p.type}}, name, value) ||

@@ -19,25 +19,6 @@ const char* name_of(DataType type) {
   return "another dtype";
 }
 
-// Why none of the kernels for Hopper runs a problem; batch_dims: how many they take.
-std::string sm90_refuses(const Problem& p, int64_t batch_dims) {
-  if (p.empty()) return "it does not take sizes of 0";
-  if (element_bytes(p.type) != 2) return std::string("it takes float16 and bfloat16, not ") + name_of(p.type);
-  if (p.visible_keys() > kMostWgmmaKeys) return "it loses precision beyond " + std::to_string(kMostWgmmaKeys) + " keys";
-  if (p.N >= int64_t{1} << 31) return "it counts heads in 32 bits, and here are more";
-  const struct {
-    const char* name;
-    const Operand& operand;
-  } operands[] = {{"query", p.query}, {"key", p.key}, {"value", p.value}};
-  for (const auto& [name, operand] : operands) {
-    if (const char* clause = not_for_tma(operand)) return std::string(name) + clause;
-  }
-  if (p.batch_dims > batch_dims) {
-    return "strides keep " + std::to_string(p.batch_dims) + " leading dims apart, and it takes " + std::to_string(batch_dims);
-  }
-  return "";
-}
-
 // rows: of a tile.
 std::string fused_refuses(const Problem& p, int64_t most_E, int64_t most_Ev, int64_t rows) {
   const int64_t group = p.key_group;
@@ -89,6 +70,24 @@ int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
 int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 
 }  // namespace
+
+std::string sm90_refuses(const Problem& p, int64_t batch_dims) {
+  if (p.empty()) return "it does not take sizes of 0";
+  if (element_bytes(p.type) != 2) return std::string("it takes float16 and bfloat16, not ") + name_of(p.type);
+  if (p.visible_keys() > kMostWgmmaKeys) return "it loses precision beyond " + std::to_string(kMostWgmmaKeys) + " keys";
+  if (p.N >= int64_t{1} << 31) return "it counts heads in 32 bits, and here are more";
+  const struct {
+    const char* name;
+    const Operand& operand;
+  } operands[] = {{"query", p.query}, {"key", p.key}, {"value", p.value}};
+  for (const auto& [name, operand] : operands) {
+    if (const char* clause = not_for_tma(operand)) return std::string(name) + clause;
+  }
+  if (p.batch_dims > batch_dims) {
+    return "strides keep " + std::to_string(p.batch_dims) + " leading dims apart, and it takes " + std::to_string(batch_dims);
+  }
+  return "";
+}
 
 const ForwardTable kForwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, slices_workspace<false>,

@@ -32,7 +32,7 @@ struct KernelRow {
 };
 
 using ForwardTable = std::array<KernelRow<Problem>, 6>;
-using BackwardTable = std::array<KernelRow<Problem>, 1>;
+using BackwardTable = std::array<KernelRow<Problem>, 2>;
 using LinearTable = std::array<KernelRow<LinearProblem>, 3>;
 
 // The first row of each takes everything. Of equal estimates the earlier row is chosen.
@@ -42,6 +42,9 @@ extern const LinearTable kLinearKernels;
 
 // Whether one of the kernels that bench/results shows faster than PyTorch's own operator takes this kind of problem.
 bool preferred(const Problem& problem, const DeviceInfo& card);
+
+// Why none of the kernels for Hopper runs an attention problem, a clause; empty: some may. batch_dims: how many they take.
+std::string sm90_refuses(const Problem& problem, int64_t batch_dims);
 
 // Why a kernel cannot run a problem on a card, a clause; empty: it can.
 std::string refusal_of_card(int64_t capability, const DeviceInfo& card);

@@ -44,7 +44,7 @@ def needs_hopper_kernels() -> None:
 def test_tables() -> None:
     assert tuple(OPS.kernels("forward")) == tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
     assert OPS.kernels("forward")[0] == "pipeline" and len({*OPS.kernels("forward")}) == len(OPS.kernels("forward")) > 1
-    assert OPS.kernels("backward") == ["pipeline"]
+    assert OPS.kernels("backward") == ["pipeline", "sm90_pipeline"]
     assert OPS.kernels("linear") == ["tiled", "split_half", "sm90_split_half"]
     with pytest.raises(RuntimeError, match='kernels: table: expected "forward", "backward" or "linear", got "none"'):
         OPS.kernels("none")
@@ -289,8 +289,8 @@ def test_linear(facts: dict[str, int], capability: int, kernel: str, reason: str
 
 
 def test_backward() -> None:
-    found = plan("backward", **TYPICAL)
-    assert found.kernel == "pipeline" and found.reason == "no other kernel takes it" and found.refusals == [""]
+    assert plan("backward", 80, **TYPICAL).kernel == "pipeline" and against("pipeline", "backward", **TYPICAL) == ""
+    assert "grad_out's rows" in against("sm90_pipeline", "backward", **TYPICAL, grad_out__row_alignment=8)
 
 
 def test_build_says_what_it_is() -> None:

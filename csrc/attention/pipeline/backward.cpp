@@ -230,16 +230,9 @@ cudaError_t make_query_grad(const BackwardParams& params, const BackwardPlan& pl
 cudaError_t make_mask_grad(const BackwardParams& params, const BackwardPlan& plan, const Arrays& arrays, const Slice& slice,
                            cudaStream_t stream) {
   if (params.mask_grad.data == nullptr) return cudaSuccess;
-  MaskGradParams mask = stage_of<MaskGradParams>(params, slice);
-  mask.rows_kept = params.mask_grad.row_stride != 0;
-  mask.cols_kept = params.mask_grad.col_stride != 0;
-  mask.score_grad = arrays.score_grad;
-  mask.mask_grad = params.mask_grad;
-  mask.mask_type = params.mask_type == MaskType::kFloat ? DataType::kFloat : params.type;
-  mask.sums = params.mask_sums;
-  mask.scratch = arrays.probabilities.data;
-  mask.scratch_bytes = plan.by_rows.array_bytes(element_bytes(params.type));
-  return launch_mask_grad(mask, stream);
+  return launch_mask_grad(mask_grad_of(params, slice, arrays.score_grad, arrays.probabilities.data,
+                                       plan.by_rows.array_bytes(element_bytes(params.type))),
+                          stream);
 }
 
 // A slice's share of dV and dK.
@@ -315,9 +308,7 @@ int64_t pipeline_backward_workspace(const BackwardParams& params) { return plan_
 
 bool pipeline_backward_sums_mask(const BackwardParams& params) {
   const BackwardPlan plan = plan_backward(params);
-  bool shared = false;
-  for (int dim = 0; dim < params.batch.count; ++dim) shared = shared || params.mask_grad.batch_stride[dim] == 0;
-  return (shared && plan.by_rows.batches < params.N) || (params.mask_grad.row_stride == 0 && plan.by_rows.rows < params.L);
+  return mask_sums_span(params, plan.by_rows.batches, plan.by_rows.rows);
 }
 
 cudaError_t pipeline_backward(const BackwardParams& params, cudaStream_t stream) {

@@ -45,4 +45,26 @@ inline MatrixView slice_view(void* data, int64_t rows, int64_t pitch, bool vecto
   return view;
 }
 
+// mask_grad's share of a slice of whole rows, of which `score_grad` is dS. scratch: what nobody reads any more.
+inline MaskGradParams mask_grad_of(const BackwardParams& params, const Slice& slice, const MatrixView& score_grad,
+                                   void* scratch, int64_t scratch_bytes) {
+  MaskGradParams mask = stage_of<MaskGradParams>(params, slice);
+  mask.rows_kept = params.mask_grad.row_stride != 0;
+  mask.cols_kept = params.mask_grad.col_stride != 0;
+  mask.score_grad = score_grad;
+  mask.mask_grad = params.mask_grad;
+  mask.mask_type = params.mask_type == MaskType::kFloat ? DataType::kFloat : params.type;
+  mask.sums = params.mask_sums;
+  mask.scratch = scratch;
+  mask.scratch_bytes = scratch_bytes;
+  return mask;
+}
+
+// Whether an element of mask_grad has terms in several slices of so many matrices and rows.
+inline bool mask_sums_span(const BackwardParams& params, int64_t batches, int64_t rows) {
+  bool shared = false;
+  for (int dim = 0; dim < params.batch.count; ++dim) shared = shared || params.mask_grad.batch_stride[dim] == 0;
+  return (shared && batches < params.N) || (params.mask_grad.row_stride == 0 && rows < params.L);
+}
+
 }  // namespace attention_ext

@@ -36,6 +36,12 @@ __device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
 // Keeps the compiler from moving reads of memory across, and so from holding many results in registers.
 __device__ __forceinline__ void keep_order() { asm volatile("" ::: "memory"); }
 
+// The value, of which the compiler forgets what it knows: what follows from it is computed again rather than held in registers.
+__device__ __forceinline__ uint32_t forget(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Makes this thread's writes to shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 

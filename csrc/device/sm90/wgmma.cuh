@@ -42,19 +42,26 @@ __device__ __forceinline__ void pin_registers(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
+// Likewise of pairs, so that they are packed where they are made and not held as what they are made of.
+template <int kCount>
+__device__ __forceinline__ void pin_registers(uint32_t (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(d[i])::"memory");
+}
 
-// D is added to unless `fresh`. kColumnsB: B's n runs along rows of shared memory (k counts rows), else k does.
-template <class T, bool kColumnsB, int kCount>
+// D is added to unless `fresh`. kColumnsB: B's n runs along rows of shared memory (k counts rows), else k does; kColumnsA: A's m.
+template <class T, bool kColumnsB, bool kColumnsA = false, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh = false);
 
 // The instruction for one n. The last two operands of it say whether A and B are transposed.
 // clang-format off
 
-#define ATTENTION_EXT_WGMMA(N, TYPE, DESTINATION, A, B, FRESH, TRANSPOSED, ...)                                                 \
+#define ATTENTION_EXT_WGMMA(N, TYPE, DESTINATION, A, B, FRESH, COLUMNS_A, COLUMNS_B, ...)                                       \
   asm volatile("{\n.reg .pred add;\nsetp.eq.u32 add, " FRESH ", 0;\n"                                                           \
                "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" DESTINATION "}, " A ", " B                    \
-               ", add, 1, 1, 0, " TRANSPOSED ";\n}\n"                                                                          \
-               : __VA_ARGS__ : "l"(a), "l"(b), "r"(static_cast<uint32_t>(fresh)), "n"(kColumnsB))
+               ", add, 1, 1, " COLUMNS_A ", " COLUMNS_B ";\n}\n"                                                               \
+               : __VA_ARGS__                                                                                                    \
+               : "l"(a), "l"(b), "r"(static_cast<uint32_t>(fresh)), "n"(kColumnsA), "n"(kColumnsB))
 
 #define ATTENTION_EXT_DESTINATION_64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
@@ -152,35 +159,47 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
   "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), \
   "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-template <class T, bool kColumnsB, int kCount>
+template <class T, bool kColumnsB, bool kColumnsA, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh) {
   static_assert(kCount == 32 || kCount == 40 || kCount == 56 || kCount == 64 || kCount == 96 || kCount == 128,
                 "n of 64, 80, 112, 128, 192 or 256");
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kCount == 32 && kHalf)
-    ATTENTION_EXT_WGMMA("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", ATTENTION_EXT_REGISTERS_64);
+    ATTENTION_EXT_WGMMA("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", "%36",
+                        ATTENTION_EXT_REGISTERS_64);
   else if constexpr (kCount == 32 && !kHalf)
-    ATTENTION_EXT_WGMMA("64", "bf16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", ATTENTION_EXT_REGISTERS_64);
+    ATTENTION_EXT_WGMMA("64", "bf16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", "%36",
+                        ATTENTION_EXT_REGISTERS_64);
   else if constexpr (kCount == 40 && kHalf)
-    ATTENTION_EXT_WGMMA("80", "f16", ATTENTION_EXT_DESTINATION_80, "%40", "%41", "%42", "%43", ATTENTION_EXT_REGISTERS_80);
+    ATTENTION_EXT_WGMMA("80", "f16", ATTENTION_EXT_DESTINATION_80, "%40", "%41", "%42", "%43", "%44",
+                        ATTENTION_EXT_REGISTERS_80);
   else if constexpr (kCount == 40 && !kHalf)
-    ATTENTION_EXT_WGMMA("80", "bf16", ATTENTION_EXT_DESTINATION_80, "%40", "%41", "%42", "%43", ATTENTION_EXT_REGISTERS_80);
+    ATTENTION_EXT_WGMMA("80", "bf16", ATTENTION_EXT_DESTINATION_80, "%40", "%41", "%42", "%43", "%44",
+                        ATTENTION_EXT_REGISTERS_80);
   else if constexpr (kCount == 56 && kHalf)
-    ATTENTION_EXT_WGMMA("112", "f16", ATTENTION_EXT_DESTINATION_112, "%56", "%57", "%58", "%59", ATTENTION_EXT_REGISTERS_112);
+    ATTENTION_EXT_WGMMA("112", "f16", ATTENTION_EXT_DESTINATION_112, "%56", "%57", "%58", "%59", "%60",
+                        ATTENTION_EXT_REGISTERS_112);
   else if constexpr (kCount == 56 && !kHalf)
-    ATTENTION_EXT_WGMMA("112", "bf16", ATTENTION_EXT_DESTINATION_112, "%56", "%57", "%58", "%59", ATTENTION_EXT_REGISTERS_112);
+    ATTENTION_EXT_WGMMA("112", "bf16", ATTENTION_EXT_DESTINATION_112, "%56", "%57", "%58", "%59", "%60",
+                        ATTENTION_EXT_REGISTERS_112);
   else if constexpr (kCount == 64 && kHalf)
-    ATTENTION_EXT_WGMMA("128", "f16", ATTENTION_EXT_DESTINATION_128, "%64", "%65", "%66", "%67", ATTENTION_EXT_REGISTERS_128);
+    ATTENTION_EXT_WGMMA("128", "f16", ATTENTION_EXT_DESTINATION_128, "%64", "%65", "%66", "%67", "%68",
+                        ATTENTION_EXT_REGISTERS_128);
   else if constexpr (kCount == 64 && !kHalf)
-    ATTENTION_EXT_WGMMA("128", "bf16", ATTENTION_EXT_DESTINATION_128, "%64", "%65", "%66", "%67", ATTENTION_EXT_REGISTERS_128);
+    ATTENTION_EXT_WGMMA("128", "bf16", ATTENTION_EXT_DESTINATION_128, "%64", "%65", "%66", "%67", "%68",
+                        ATTENTION_EXT_REGISTERS_128);
   else if constexpr (kCount == 96 && kHalf)
-    ATTENTION_EXT_WGMMA("192", "f16", ATTENTION_EXT_DESTINATION_192, "%96", "%97", "%98", "%99", ATTENTION_EXT_REGISTERS_192);
+    ATTENTION_EXT_WGMMA("192", "f16", ATTENTION_EXT_DESTINATION_192, "%96", "%97", "%98", "%99", "%100",
+                        ATTENTION_EXT_REGISTERS_192);
   else if constexpr (kCount == 96 && !kHalf)
-    ATTENTION_EXT_WGMMA("192", "bf16", ATTENTION_EXT_DESTINATION_192, "%96", "%97", "%98", "%99", ATTENTION_EXT_REGISTERS_192);
+    ATTENTION_EXT_WGMMA("192", "bf16", ATTENTION_EXT_DESTINATION_192, "%96", "%97", "%98", "%99", "%100",
+                        ATTENTION_EXT_REGISTERS_192);
   else if constexpr (kCount == 128 && kHalf)
-    ATTENTION_EXT_WGMMA("256", "f16", ATTENTION_EXT_DESTINATION_256, "%128", "%129", "%130", "%131", ATTENTION_EXT_REGISTERS_256);
+    ATTENTION_EXT_WGMMA("256", "f16", ATTENTION_EXT_DESTINATION_256, "%128", "%129", "%130", "%131", "%132",
+                        ATTENTION_EXT_REGISTERS_256);
   else if constexpr (kCount == 128 && !kHalf)
-    ATTENTION_EXT_WGMMA("256", "bf16", ATTENTION_EXT_DESTINATION_256, "%128", "%129", "%130", "%131", ATTENTION_EXT_REGISTERS_256);
+    ATTENTION_EXT_WGMMA("256", "bf16", ATTENTION_EXT_DESTINATION_256, "%128", "%129", "%130", "%131", "%132",
+                        ATTENTION_EXT_REGISTERS_256);
 }
 
 // The same with A from registers, as a result's 16 columns lie in them (packed into pairs); B's n runs along rows.

@@ -9,7 +9,7 @@
 namespace attention_ext {
 
 // A's rows run along k (as weights, queries and keys lie); B's run along k, or, with kColumnsB, k counts its rows (values).
-template <class T_, bool kColumnsB_, int kN_ = 256>
+template <class T_, bool kColumnsB_, int kN_ = 256, int kConsumerRegisters_ = 232>
 struct WgmmaTile {
   using T = T_;
   static constexpr bool kColumnsB = kColumnsB_;
@@ -22,7 +22,7 @@ struct WgmmaTile {
   static constexpr int kSkew = kStages - 2;          // steps that the second warpgroup begins after the first
   static constexpr int kConsumers = 2;               // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = kConsumerRegisters_, kProducerRegisters = 504 - 2 * kConsumerRegisters;
   static constexpr int kStripRows = 16, kStripCols = 64;  // of a warp's own rows, on their way out
   static constexpr int kColumnBoxes = kN / 64;            // of 64 columns that B is loaded in with kColumnsB
 

@@ -25,7 +25,6 @@ struct SplitHalfFusedTile {
   static constexpr int kE = kE_;  // that E and Ev are taken for
   static constexpr int kSteps = kE / 64, kM = 128, kConsumers = 2, kThreads = 128 * (kConsumers + 1);
   static constexpr int kSlots = kE == 128 ? 5 : 10;  // of 32 or 16 KB
-  static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static constexpr int kBoxBytes = kSegment * 128;
 
   struct Slot {
@@ -236,6 +235,7 @@ template <class Tile, bool kMasked>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     split_half_fused_kernel(const __grid_constant__ SplitHalfScoresParams p, const __grid_constant__ FusedMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
@@ -250,11 +250,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
-    give_registers<Tile::kProducerRegisters>();
+    give_registers<kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (warp == 0 && elect_thread()) load_fused<Tile>(p, maps, shared);
   } else {
-    take_registers<Tile::kConsumerRegisters>();
+    take_registers<kConsumerRegisters>();
     attend<Tile, kMasked>(p, shared, warpgroup);
   }
 #else

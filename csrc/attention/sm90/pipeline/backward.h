@@ -1,0 +1,77 @@
+// The backward of the pipeline by wgmma, on Hopper: two kernels for a slice, and what mends rows whose log-sum-exp is large.
+#pragma once
+
+#include "attention/pipeline/params.h"
+
+namespace attention_ext {
+
+// From here on a row's rounded log-sum-exp may leave its probabilities off by more than they are rounded: they are summed, and made
+// to sum to 1. Half a unit of float's last place is 6e-5 here, and a score this large is no better.
+constexpr float kLargeLse = 1024.0f;
+
+// fp16 keeps probabilities times this, so that 1 / S is no subnormal for any S that the kernel takes. bfloat16 needs none.
+constexpr float weight_scale(DataType type) { return type == DataType::kHalf ? 256.0f : 1.0f; }
+
+// P = exp(scale * query . key + mask - lse) and dS = P * (keep * keep_scale * (grad_out . value) - delta) of a slice, P times
+// weight_scale and, with dropout, times keep. Tiles that no row sees are left out.
+struct ScoreGradientsParams : StageParams {
+  int64_t E, Ev;
+  double scale;
+  MatrixView query;          // (N, L, E)
+  MatrixView key;            // (N / group, S, E)
+  MatrixView value;          // (N / group, S, Ev)
+  MatrixView grad_out;       // (N, L, Ev)
+  MatrixView mask;           // broadcasts to (N, L, S)
+  MatrixView lse;            // (N, L), column unused
+  MatrixView probabilities;  // slice (batch_count, row_count, col_count)
+  MatrixView score_grad;     // the same
+  MaskType mask_type;
+  const float* delta;  // (N, L)
+  const float* norm;   // (N, L), factors of the probabilities of rows with a large lse; null: 1
+  float* row_sums;     // slice (batch_count, row_count, column tiles): of P, of rows with a large lse; null: not wanted
+};
+
+// Of whole rows with a large lse: norm = 1 / sum of P where that is not 1 within the type's precision, and P and dS times it.
+struct LargeLseParams : StageParams {
+  MatrixView lse;            // (N, L), column unused
+  MatrixView probabilities;  // as above
+  MatrixView score_grad;
+  const float* row_sums;
+  float* norm;
+};
+
+// One of the three gradients: out = factor * A . B. Where the sum spans slices it goes on in `sums`, as float (rows or keys of the
+// slice, width); null: it does not.
+struct GradientOf {
+  MatrixView out;
+  int64_t width;  // columns
+  double factor;
+  float* sums;
+};
+enum : int { kGradQuery, kGradKey, kGradValue };
+
+// dQ = scale * dS . key of the slice's rows; dK = scale * dS^T . query and dV = factor * P^T . grad_out of its keys, summed over
+// the query heads of a key head.
+struct GradientsParams : StageParams {
+  int64_t group;             // query heads per key head
+  int64_t S;                 // keys of all slices
+  MatrixView query;          // (N, L, E)
+  MatrixView key;            // (N / group, S, E)
+  MatrixView grad_out;       // (N, L, Ev)
+  MatrixView probabilities;  // slice (batch_count, row_count, col_count)
+  MatrixView score_grad;     // the same
+  GradientOf of[3];          // in `type`, or float with wide_out
+  bool of_rows, of_keys;     // whether to make dQ; dK and dV
+  bool wide_out;
+};
+
+cudaError_t launch_score_gradients(const ScoreGradientsParams& params, cudaStream_t stream);
+cudaError_t launch_large_lse(const LargeLseParams& params, cudaStream_t stream);
+cudaError_t launch_gradients(const GradientsParams& params, cudaStream_t stream);
+
+// As pipeline_backward and its company.
+int64_t wgmma_backward_workspace(const BackwardParams& params);
+bool wgmma_backward_sums_mask(const BackwardParams& params);
+cudaError_t wgmma_backward(const BackwardParams& params, cudaStream_t stream);
+
+}  // namespace attention_ext

@@ -1,0 +1,328 @@
+// Backward by wgmma (Hopper), second kernel of a slice: dQ = scale * dS . K, dK = scale * dS^T . Q and dV = P^T . dO / (1 - p).
+//
+// Three products, one list of tiles: 128 rows or keys by 256 or 192 columns. dK and dV read dS and P as they lie, row after row;
+// wgmma transposes them. Their k runs over the rows of one query head of a key head after the other, from the first row tile that
+// sees a key of the tile; dQ's over the keys that a row of the tile sees. Every sum has one CTA and one order: no atomics.
+// A sum that spans slices goes on in float from what earlier ones left (GradientOf::sums). A tile that nothing is added to is
+// written as well.
+// Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first, and CTAs in
+// reverse every other round, so that each gets about as much.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
+#include "attention/sm90/pipeline/backward.h"
+#include "attention/visibility/key_range.cuh"
+#include "core/arithmetic.h"
+#include "core/dispatch.h"
+#include "core/tensor_map.h"
+#include "gemm/sm90/steps.cuh"
+
+namespace attention_ext {
+namespace {
+
+struct GradientsMaps {
+  // Boxes of 64 rows by 64 columns; score_grad_rows: of 128 rows.
+  CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out;
+};
+
+// The list of tiles of a slice, and which is number `tile`.
+template <class Tile>
+struct TileList {
+  struct Index {
+    int of;         // which gradient
+    unsigned head;  // key head or, of dQ, matrix, from the beginning of the slice
+    int m, n;
+  };
+
+  unsigned key_heads, matrices;
+  int key_tiles, row_tiles;        // of a matrix, along m
+  int key_columns, value_columns;  // tiles along n
+  bool by_head, in_turn, reverse;
+
+  explicit TileList(const GradientsParams& p) {
+    const auto tiles = [](int64_t length, int64_t of_tile) { return static_cast<int>(ceil_div(length, of_tile)); };
+    const int64_t heads = p.of_keys ? std::min(p.group, p.slice.batch_count) : 1, length = heads * p.slice.row_count;
+    matrices = static_cast<unsigned>(p.slice.batch_count);
+    key_heads = matrices / static_cast<unsigned>(heads);
+    key_tiles = p.of_keys ? tiles(p.slice.col_count, Tile::kM) : 0;
+    row_tiles = p.of_rows ? tiles(p.slice.row_count, Tile::kM) : 0;
+    key_columns = tiles(p.of[kGradKey].width, Tile::kN);
+    value_columns = tiles(p.of[kGradValue].width, Tile::kN);
+    in_turn = length <= 2 * p.slice.col_count && p.slice.col_count <= 2 * length;  // sums are about as long
+    by_head = in_turn && !p.sequence.causal;
+    reverse = p.sequence.causal;
+  }
+  __host__ __device__ unsigned of_key() const { return static_cast<unsigned>(key_columns + value_columns); }
+  __host__ __device__ unsigned all() const {
+    return key_heads * key_tiles * of_key() + matrices * row_tiles * static_cast<unsigned>(key_columns);
+  }
+
+  __device__ __forceinline__ Index at(unsigned tile) const {
+    if (by_head) {  // dV, dK, then dQ of the key head's query heads
+      const unsigned keys = key_tiles * of_key(), rows = matrices / key_heads * row_tiles * key_columns;
+      const unsigned head = tile / (keys + rows), in_head = tile - head * (keys + rows);
+      if (in_head < keys) {
+        const unsigned values = static_cast<unsigned>(key_tiles * value_columns);
+        if (in_head < values) return split(kGradValue, head, in_head, value_columns);
+        return split(kGradKey, head, in_head - values, key_columns);
+      }
+      const unsigned in_rows = in_head - keys, row_tile = in_rows / key_columns;
+      const unsigned matrix = row_tile / row_tiles;
+      return {kGradQuery, head * (matrices / key_heads) + matrix, static_cast<int>(row_tile - matrix * row_tiles),
+              static_cast<int>(in_rows - row_tile * key_columns)};
+    }
+    if (reverse) {
+      const unsigned round_begin = tile - blockIdx.x;
+      if (round_begin / gridDim.x % 2 == 1) tile = min(round_begin + gridDim.x, all()) - 1 - blockIdx.x;
+    }
+    // The first keys and the last rows have the longest sums: these come first, in turn or all keys before all rows.
+    const unsigned keys = key_heads * of_key(), rows = matrices * key_columns;
+    const unsigned turns = in_turn ? static_cast<unsigned>(min(key_tiles, row_tiles)) : 0;
+    unsigned m, rest;
+    bool is_row;
+    if (tile < turns * (keys + rows)) {
+      m = tile / (keys + rows);
+      rest = tile - m * (keys + rows);
+      is_row = rest >= keys;
+      if (is_row) rest -= keys;
+    } else {
+      tile -= turns * (keys + rows);
+      is_row = tile >= (key_tiles - turns) * keys;
+      if (is_row) tile -= (key_tiles - turns) * keys;
+      const unsigned width = is_row ? rows : keys;
+      m = tile / width;
+      rest = tile - m * width;
+      m += turns;
+    }
+    if (is_row) {
+      return {kGradQuery, rest / key_columns, row_tiles - 1 - static_cast<int>(m), static_cast<int>(rest % key_columns)};
+    }
+    const unsigned head = rest / of_key(), n = rest - head * of_key();
+    const bool is_value = n < static_cast<unsigned>(value_columns);
+    return {is_value ? kGradValue : kGradKey, head, static_cast<int>(m), static_cast<int>(is_value ? n : n - value_columns)};
+  }
+
+ private:
+  static __device__ __forceinline__ Index split(int of, unsigned head, unsigned in_head, int columns) {
+    return {of, head, static_cast<int>(in_head / columns), static_cast<int>(in_head % columns)};
+  }
+};
+
+template <class Tile>
+struct Gradients {
+  using T = typename Tile::T;
+
+  const GradientsParams& p;
+  const TileList<Tile>& list;
+
+  struct Place {
+    int of;
+    unsigned n, slice_index;  // of the tile's first query head
+    int m, col;               // of the tile's first element; m from the beginning of the slice
+    int ms, cols;             // that exist from there on
+    int k_begin;              // row or key, from the beginning of the slice
+    int steps;                // of a query head
+    int last_rows;            // of the other operand, that count in the last step
+  };
+
+  __device__ __forceinline__ unsigned heads() const {  // query heads that a key head's sum goes over
+    return static_cast<unsigned>(p.slice.batch_count) / list.key_heads;
+  }
+
+  __device__ __forceinline__ Place place(unsigned tile) const {
+    const typename TileList<Tile>::Index index = list.at(tile);
+    const bool is_row = index.of == kGradQuery;
+    Place at;
+    at.of = index.of;
+    at.slice_index = is_row ? index.head : index.head * heads();
+    at.n = static_cast<unsigned>(p.slice.batch_begin) + at.slice_index;
+    at.m = index.m * Tile::kM;
+    at.col = index.n * Tile::kN;
+    at.ms = static_cast<int>(is_row ? p.slice.row_count : p.slice.col_count) - at.m;
+    at.cols = static_cast<int>(p.of[index.of].width) - at.col;
+    const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
+    const KeyRange range = key_range(p.sequence, at.n, p.slice.col_begin + p.slice.col_count);
+    int end;
+    if (is_row) {
+      at.k_begin = 0;
+      end = range.end_of_tile(row_begin + at.m, Tile::kM) - col_begin;
+    } else {
+      // Tiles of scores above this one were not written, as no row of theirs sees a key of this tile.
+      const int first_row = range.first_row(col_begin + at.m) / Tile::kM * Tile::kM;
+      at.k_begin = max(first_row - row_begin, 0);
+      end = static_cast<int>(p.slice.row_count);
+    }
+    const int ks = max(end - at.k_begin, 0);
+    at.steps = (ks + Tile::kK - 1) / Tile::kK;
+    // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
+    at.last_rows = is_row && p.sequence.key_lengths != nullptr ? ks - (at.steps - 1) * Tile::kK : Tile::kK;
+    return at;
+  }
+
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const GradientsMaps& maps) const {
+    const unsigned end = list.all();
+#pragma unroll 1
+    for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
+      const Place at = place(tile);
+      if (at.steps == 0) continue;
+      if (at.of == kGradQuery) {
+        TensorPosition a = {{0, at.m, static_cast<int>(at.slice_index), 0, 0}};
+        TensorPosition b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
+        set_batch(b, p.batch, p.key, at.n);
+#pragma unroll 1
+        for (int step = 0; step < at.steps; ++step) loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b);
+        continue;
+      }
+      const bool is_value = at.of == kGradValue;
+      const CUtensorMap& map_a = is_value ? maps.probabilities : maps.score_grad;
+      const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
+#pragma unroll 1
+      for (unsigned head = 0; head < heads(); ++head) {
+        TensorPosition a = {{at.m, at.k_begin, static_cast<int>(at.slice_index + head), 0, 0}};
+        TensorPosition b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
+        set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);
+#pragma unroll 1
+        for (int step = 0; step < at.steps; ++step) loader.template load<true, true>(map_a, a, map_b, b);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) const {
+    const unsigned end = list.all();
+#pragma unroll 1
+    for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
+      const Place at = place(tile);
+      float product[Tile::kN / 2];
+      if (at.steps == 0) {
+#pragma unroll
+        for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+      } else if (at.of == kGradQuery) {
+        multiplier.template multiply<false, true>(product, at.steps, at.last_rows);
+      } else {
+        multiplier.template multiply<true, true>(product, at.steps * static_cast<int>(heads()));
+      }
+      if (p.of[at.of].sums == nullptr || carry(at, row, product)) store(at, row, product, s_strip);
+    }
+  }
+
+  // Adds what earlier slices left; false where there are later ones, to which it leaves the sum.
+  __device__ __forceinline__ bool carry(const Place& at, int row, float (&product)[Tile::kN / 2]) const {
+    const bool is_row = at.of == kGradQuery;
+    const bool whole_rows = p.slice.row_begin + p.slice.row_count == p.L;
+    const bool first = is_row ? p.slice.col_begin == 0 : p.slice.row_begin == 0 && at.n % p.group == 0;
+    const bool last = is_row ? p.slice.col_begin + p.slice.col_count == p.S : whole_rows && (at.n + heads()) % p.group == 0;
+    const int64_t width = p.of[at.of].width;
+    float* g_sums = p.of[at.of].sums + (at.m + row) * width + at.col + threadIdx.x % 4 * 2;
+    const auto for_each_pair = [&](auto visit) {
+#pragma unroll
+      for (int i = 0; i < Tile::kN / 2; i += 2) {
+        const int down = i / 2 % 2 * 8, along = i / 4 * 8;
+        if (row + down < at.ms && along < at.cols) {  // widths are multiples of 8
+          visit(*reinterpret_cast<float2*>(g_sums + down * width + along), product[i], product[i + 1]);
+        }
+      }
+    };
+    if (!first) {
+      for_each_pair([](const float2& before, float& x, float& y) {
+        x += before.x;
+        y += before.y;
+      });
+    }
+    if (!last) for_each_pair([](float2& after, float x, float y) { after = {x, y}; });
+    return last;
+  }
+
+  __device__ __forceinline__ void store(const Place& at, int row, const float (&product)[Tile::kN / 2],
+                                        uint32_t s_strip) const {
+    const GradientOf& gradient = p.of[at.of];
+    const MatrixView& out = gradient.out;
+    const float factor = static_cast<float>(gradient.factor);
+    const int64_t first_m = at.m + (at.of == kGradQuery ? p.slice.row_begin : p.slice.col_begin);
+    const int64_t offset = batch_offset(p.batch, out, at.n, at.slice_index) + at.col * out.col_stride;
+    if (p.wide_out) {
+#pragma unroll
+      for (int i = 0; i < Tile::kN / 2; ++i) {
+        const int m = row + i / 2 % 2 * 8, col = i / 4 * 8 + i % 2 + static_cast<int>(threadIdx.x % 4 * 2);
+        float* g_row = static_cast<float*>(out.data) + offset + (first_m + m) * out.row_stride;
+        if (m < at.ms && col < at.cols) g_row[col * out.col_stride] = product[i] * factor;
+      }
+      return;
+    }
+    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+    const bool whole = out.vector && at.ms >= Tile::kM && at.cols >= Tile::kN;
+    T* g_out = static_cast<T*>(out.data) + offset + (first_m + warp_row + lane / 8) * out.row_stride;
+#pragma unroll
+    for (int strip = 0; strip < Tile::kN / Tile::kStripCols; ++strip) {
+      const int first_col = strip * Tile::kStripCols;
+      if (first_col >= at.cols) break;
+      float x[Tile::kStripCols / 2];
+#pragma unroll
+      for (int i = 0; i < Tile::kStripCols / 2; ++i) x[i] = product[strip * (Tile::kStripCols / 2) + i] * factor;
+      for_each_chunk<T, 4>(x, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
+        const int col = first_col + chunk_col;
+        T* g_row = g_out + (chunk_row - lane / 8) * out.row_stride;
+        if (whole) {
+          *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(chunk);
+        } else if (warp_row + chunk_row < at.ms && col < at.cols) {
+          store_chunk(g_row, col, at.cols, out, chunk);
+        }
+      });
+    }
+  }
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    gradients_kernel(const __grid_constant__ GradientsParams params, const __grid_constant__ GradientsMaps maps,
+                     const __grid_constant__ TileList<Tile> list) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  const Gradients<Tile> work = {params, list};
+  run_warpgroups<Tile>(
+      *reinterpret_cast<typename Tile::Shared*>(s_bytes), [&](StepLoader<Tile>& loader) { work.load(loader, maps); },
+      [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) { work.multiply(multiplier, s_strip, row); });
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
+}
+
+template <class Tile>
+cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
+  const Slice& slice = params.slice;
+  const int64_t rows = slice.row_begin + slice.row_count, keys = slice.col_begin + slice.col_count;
+  const int64_t E = params.of[kGradKey].width, Ev = params.of[kGradValue].width;
+  const BatchDims matrices = {{slice.batch_count}, 1};
+  const auto scores = [&](CUtensorMap& to, MatrixView view, int box) {  // the slice's, as a view of one batch dim
+    view.batch_stride[0] = slice.batch_count > 1 ? view.slice_stride : 0;
+    return make_tensor_map(to, params.type, matrices, view, slice.row_count, slice.col_count, box);
+  };
+  const auto operand = [&](CUtensorMap& to, const MatrixView& view, int64_t lines, int64_t width) {
+    return make_tensor_map(to, params.type, params.batch, view, lines, width, Tile::kK);
+  };
+  GradientsMaps maps;
+  cudaError_t status = scores(maps.probabilities, params.probabilities, Tile::kK);
+  if (status == cudaSuccess) status = scores(maps.score_grad, params.score_grad, Tile::kK);
+  if (status == cudaSuccess) status = scores(maps.score_grad_rows, params.score_grad, Tile::kM);
+  if (status == cudaSuccess) status = operand(maps.query, params.query, rows, E);
+  if (status == cudaSuccess) status = operand(maps.key, params.key, keys, E);
+  if (status == cudaSuccess) status = operand(maps.grad_out, params.grad_out, rows, Ev);
+  if (status != cudaSuccess) return status;
+
+  const TileList<Tile> list(params);
+  return launch_persistent<Tile>(gradients_kernel<Tile>, list.all(), stream, params, maps, list);
+}
+
+// Tiles of 192 columns where they pay for fewer that do not exist, as in values.cu.
+template <class T>
+cudaError_t launch_typed(const GradientsParams& params, cudaStream_t stream) {
+  const auto narrow = [](int64_t width) { return ceil_div(width, 192) == ceil_div(width, 256); };
+  return narrow(params.of[kGradKey].width) && narrow(params.of[kGradValue].width)
+             ? launch_tile<WgmmaTile<T, true, 192>>(params, stream)
+             : launch_tile<WgmmaTile<T, true>>(params, stream);
+}
+
+}  // namespace
+
+cudaError_t launch_gradients(const GradientsParams& params, cudaStream_t stream) {
+  return dispatch_half_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
+}
+
+}  // namespace attention_ext

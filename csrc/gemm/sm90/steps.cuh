@@ -1,0 +1,184 @@
+// The steps of a product by wgmma for kernels that multiply several things in turn: C[kM, kN] = sum over k of A[m, k] * B[k, n],
+// 64 in k a step, from a ring of buffers that one thread fills with TMA.
+//
+// Of each operand either k runs along rows of 128 bytes as they lie in shared memory, or rows count k: then m or n runs along
+// them (kColumnsA, kColumnsB), and wgmma transposes as it reads. A stage's A is two boxes of 64 x 64, one for each warpgroup,
+// either way; its B is one box of kN rows, or kN / 64 boxes of 64 rows of k.
+#pragma once
+
+#include "device/sm80/cp_async.cuh"
+#include "device/sm90/mbarrier.cuh"
+#include "device/sm90/tma.cuh"
+#include "device/sm90/warpgroup.cuh"
+#include "device/sm90/wgmma.cuh"
+#include "gemm/sm90/clear_rows.cuh"
+#include "gemm/sm90/mainloop.cuh"
+#include "gemm/sm90/tile.cuh"
+
+namespace attention_ext {
+
+constexpr int kStepBoxBytes = 8192;  // of 64 x 64 elements
+
+// What loads: one thread.
+template <class Tile>
+class StepLoader {
+ public:
+  __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {}
+
+  // A step of both operands: the box at `a` or, with kColumnsA, the one 64 elements of m after it as well; of B likewise. Then
+  // steps along k.
+  template <bool kColumnsA, bool kColumnsB>
+  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b,
+                                       TensorPosition& b) {
+    using T = typename Tile::T;
+    mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
+    const uint32_t full = shared_address(&shared_.full[ring_.slot]);
+    mbarrier_arrive_expect_bytes(full, (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+    load_boxes<kColumnsA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[0]), map_a, a, full);
+    load_boxes<kColumnsB, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[0]), map_b, b, full);
+    ring_.advance();
+  }
+
+ private:
+  // kColumns: `boxes` boxes of 64 rows of k, next to each other; else one box of boxes * 64 rows.
+  template <bool kColumns, int kBoxes>
+  static __device__ __forceinline__ void load_boxes(uint32_t s_dst, const CUtensorMap& map, TensorPosition& at, uint32_t full) {
+    if constexpr (kColumns) {
+      TensorPosition box = at;
+#pragma unroll
+      for (int i = 0; i < kBoxes; ++i) {
+        tma_load(s_dst + i * kStepBoxBytes, &map, box, full);
+        box.at[0] += 64;
+      }
+      at.at[1] += Tile::kK;
+    } else {
+      tma_load(s_dst, &map, at, full);
+      at.at[0] += Tile::kK;
+    }
+  }
+
+  typename Tile::Shared& shared_;
+  RingPlace<Tile::kStages> ring_;
+};
+
+// What multiplies: one of the two warpgroups, `consumer`.
+template <class Tile>
+class StepMultiplier {
+ public:
+  // The second warpgroup stays kSkew steps later than the first, as in mainloop.cuh.
+  __device__ __forceinline__ StepMultiplier(typename Tile::Shared& shared, int consumer)
+      : shared_(shared), consumer_(consumer), leads_(consumer == 0) {
+    if (!leads_) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+  }
+  // At the end of the kernel: lets the other go where there was nothing to multiply.
+  __device__ __forceinline__ void finish() {
+    if (leads_) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+  }
+
+  // product = A . B over so many steps, at least one. last_rows: with kColumnsB, the rows of B that count in the last step.
+  template <bool kColumnsA, bool kColumnsB>
+  __device__ __forceinline__ void multiply(float (&product)[Tile::kN / 2], int steps, int last_rows = Tile::kK) {
+    // The first step by code of its own, in which the compiler sees that what `product` held before is not read: its registers are
+    // free from its last use on.
+    int previous = ring_.slot;
+    begin_step<kColumnsB>(steps == 1 ? last_rows : Tile::kK);
+    multiply_step<kColumnsA, kColumnsB, true>(product);
+    end_step(0, steps);
+#pragma unroll 1
+    for (int step = 1; step < steps; ++step) {
+      begin_step<kColumnsB>(step == steps - 1 ? last_rows : Tile::kK);
+      multiply_step<kColumnsA, kColumnsB, false>(product);
+      wgmma_wait<1>();  // the step before this one is done
+      release(previous);
+      previous = ring_.slot;
+      end_step(step, steps);
+    }
+    wgmma_wait<0>();
+    pin_registers(product);
+    release(previous);
+  }
+
+ private:
+  // Waits for the operands; rows of B from `rows` on are made zero.
+  template <bool kColumnsB>
+  __device__ __forceinline__ void begin_step(int rows) {
+    mbarrier_wait(shared_address(&shared_.full[ring_.slot]), ring_.parity);
+    if (kColumnsB && rows < Tile::kK) {
+      clear_rows(shared_address(shared_.stage[ring_.slot].b[0]), Tile::kColumnBoxes, Tile::kK, rows, kBarrierRows + consumer_);
+    }
+  }
+  __device__ __forceinline__ void end_step(int step, int steps) {
+    if (leads_ && (step == Tile::kSkew - 1 || step == steps - 1)) {
+      barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+      leads_ = false;
+    }
+    ring_.advance();
+  }
+  template <bool kColumnsA, bool kColumnsB, bool kFresh>
+  __device__ __forceinline__ void multiply_step(float (&product)[Tile::kN / 2]) {
+    using T = typename Tile::T;
+    typename Tile::Stage& stage = shared_.stage[ring_.slot];
+    const uint64_t a = matrix_descriptor(shared_address(stage.a[0]) + consumer_ * kStepBoxBytes, 1024, kStepBoxBytes);
+    const uint64_t b = matrix_descriptor(shared_address(stage.b[0]), 1024, kStepBoxBytes);
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Tile::kK; k += 16) {
+      constexpr int kAlong = sizeof(T), kDown = 128;  // bytes from one k to the next
+      wgmma<T, kColumnsB, kColumnsA>(product, a + k * (kColumnsA ? kDown : kAlong) / 16,
+                                     b + k * (kColumnsB ? kDown : kAlong) / 16, kFresh && k == 0);
+    }
+    wgmma_commit();
+  }
+  __device__ __forceinline__ void release(int slot) {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[slot]));
+  }
+
+  typename Tile::Shared& shared_;
+  RingPlace<Tile::kStages> ring_;
+  int consumer_;
+  bool leads_;
+};
+
+// A kernel of Tile::kThreads: load(loader) in one thread, multiply(multiplier, s_strip, row) in the two warpgroups, each with its
+// registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
+template <class Tile, class Load, class Multiply>
+__device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Tile::kStages; ++stage) {
+      mbarrier_init(shared_address(&shared.full[stage]), 1);
+      mbarrier_init(shared_address(&shared.empty[stage]), 4 * Tile::kConsumers);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
+  if (warpgroup == Tile::kConsumers) {
+    give_registers<Tile::kProducerRegisters>();
+    if (warp == 0 && elect_thread()) {
+      StepLoader<Tile> loader(shared);
+      load(loader);
+    }
+  } else {
+    take_registers<Tile::kConsumerRegisters>();
+    StepMultiplier<Tile> multiplier(shared, warpgroup);
+    multiply(multiplier, Tile::strip_address(shared, warpgroup * 4 + warp),
+             warpgroup * 64 + warp * 16 + static_cast<int>(threadIdx.x % 32 / 4));
+    multiplier.finish();
+  }
+}
+
+// One CTA for every SM, or fewer where there are fewer tiles, of a kernel that takes every gridDim.x-th.
+template <class Tile, class... Parameters>
+cudaError_t launch_persistent(void (*kernel)(Parameters...), int64_t tiles, cudaStream_t stream,
+                              const Parameters&... parameters) {
+  if (tiles == 0) return cudaSuccess;
+  const int64_t sms = current_device_info().sms;
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (status != cudaSuccess) return status;
+  kernel<<<static_cast<unsigned>(tiles < sms ? tiles : sms), Tile::kThreads, kSharedBytes, stream>>>(parameters...);
+  return cudaGetLastError();
+}
+
+}  // namespace attention_ext
