@@ -21,8 +21,7 @@
 namespace attention_ext {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32, kOperands = 3;
-constexpr float kSmallRow = 0x1p-16f;  // of the block's largest: from here on fewer than 22 bits are left
+constexpr int kThreads = 256, kOperands = 3;
 
 struct Operands {
   SplitHalfBlocksParams of[kOperands];
@@ -33,7 +32,8 @@ struct Operands {
 template <int kCluster, int kQuads>
 __global__ void __launch_bounds__(kThreads) split_half_blocks_kernel(const __grid_constant__ Operands operands) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  constexpr int kRows = kSplitHalfBlock / kCluster / kWarps;  // of a warp
+  constexpr int kWarps = kThreads / 32, kRows = kSplitHalfBlock / kCluster / kWarps;  // kRows: of a warp
+  constexpr float kSmallRow = 0x1p-16f;  // of the block's largest: from here on fewer than 22 bits are left
   __shared__ uint32_t s_warp_largest[kWarps], s_largest;
   unsigned block = blockIdx.x / kCluster;
   int number = 0;
