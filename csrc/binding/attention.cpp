@@ -19,8 +19,8 @@ namespace {
 
 // What runs the rows of kForwardKernels and of kBackwardKernels, in their order.
 using ForwardLauncher = cudaError_t (*)(const ForwardParams&, cudaStream_t);
-constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward, rows_forward, fused_forward_512, fused_forward_1024,
-                                                 wgmma_pipeline, split_half_forward};
+constexpr ForwardLauncher kForwardLaunchers[] = {pipeline_forward,   rows_forward,   fused_forward_512,
+                                                 fused_forward_1024, wgmma_pipeline, split_half_forward};
 static_assert(std::size(kForwardLaunchers) == std::tuple_size_v<ForwardTable>);
 struct BackwardLauncher {
   cudaError_t (*run)(const BackwardParams&, cudaStream_t);

@@ -2,9 +2,9 @@
 #include "plan/cost.h"
 #include "plan/kernels.h"
 #include "plan/slices.h"
-#include "plan/split_half_slices.h"
 #include "plan/sm90_fused.h"
 #include "plan/sm90_rows.h"
+#include "plan/split_half_slices.h"
 
 namespace attention_ext {
 namespace {

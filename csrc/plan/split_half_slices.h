@@ -16,10 +16,10 @@ struct SplitHalfSizes {
   bool causal;
 };
 
-constexpr int64_t kMostFusedSplitHalf = 128;   // head dims that the fused form takes
-constexpr int64_t kSplitHalfTile = 128;        // rows, keys and columns of values of a tile
-constexpr int64_t kSplitHalfFactsBytes = 12;   // of a matrix of query, of key and of value
-constexpr int64_t kSplitHalfStateBytes = 12;   // of a row
+constexpr int64_t kMostFusedSplitHalf = 128;  // head dims that the fused form takes
+constexpr int64_t kSplitHalfTile = 128;       // rows, keys and columns of values of a tile
+constexpr int64_t kSplitHalfFactsBytes = 12;  // of a matrix of query, of key and of value
+constexpr int64_t kSplitHalfStateBytes = 12;  // of a row
 
 // Bytes from the workspace's beginning: facts of all matrices and marks of all rows, which outlast slices; then a slice's arrays.
 struct SplitHalfSlices {
@@ -69,14 +69,16 @@ inline int64_t split_half_ns(const SplitHalfSizes& sizes, const SplitHalfSlices&
   constexpr int64_t kStep = 1000, kScoreTile = 2500, kValueTile = 1500, kSlice = 9000, kBytesPerNs = 2600;
   constexpr int64_t kFusedTile = 4000, kFusedSegment = 1200;  // of 64 columns, each
   const int64_t row_tiles = slices.matrices * ceil_div(slices.rows, kSplitHalfTile);
-  const int64_t scores = row_tiles * ceil_div(slices.keys, kSplitHalfTile), values = row_tiles * ceil_div(sizes.Ev, kSplitHalfTile);
+  const int64_t scores = row_tiles * ceil_div(slices.keys, kSplitHalfTile),
+                values = row_tiles * ceil_div(sizes.Ev, kSplitHalfTile);
   const int64_t score_tile = ceil_div(sizes.E, 64) * kStep + kScoreTile,
                 value_tile = ceil_div(slices.keys, 64) * kStep + kValueTile;
   const int64_t terms = 12 * (slices.matrices * slices.rows * sizes.E + slices.key_matrices * slices.keys * sizes.E +
                               slices.value_matrices * slices.keys * sizes.Ev);
   const int64_t carried = slices.keys < sizes.S ? 8 * slices.matrices * slices.rows * sizes.Ev : 0;
   const int64_t count = ceil_div(sizes.N, slices.matrices) * ceil_div(sizes.L, slices.rows) * ceil_div(sizes.S, slices.keys);
-  const int64_t fused_tile = ceil_div(slices.keys, kSegment) * ceil_div(std::max(sizes.E, sizes.Ev), 64) * kFusedSegment + kFusedTile;
+  const int64_t fused_tile =
+      ceil_div(slices.keys, kSegment) * ceil_div(std::max(sizes.E, sizes.Ev), 64) * kFusedSegment + kFusedTile;
   const int64_t products = slices.fused ? ceil_div(row_tiles, sms) * fused_tile
                                         : ceil_div(scores, sms) * score_tile + ceil_div(values, sms) * value_tile;
   return count * (kSlice + (sizes.causal && count > 1 ? products * 5 / 8 : products) + (terms + carried) / kBytesPerNs);
@@ -97,7 +99,8 @@ inline SplitHalfSlices split_half_slices(const SplitHalfSizes& sizes, int64_t ca
     int64_t most = std::min(sizes.N, cap / one + sizes.key_group + sizes.value_group + 1);
     while (most > 1 && split_half_slice(sizes, fused, most, sizes.L, keys).bytes > cap) --most;
     const int64_t pieces = ceil_div(sizes.N, most);
-    for (int64_t count = pieces; count <= std::min(pieces + 3, sizes.N); ++count) offer(fused, ceil_div(sizes.N, count), sizes.L, keys);
+    for (int64_t count = pieces; count <= std::min(pieces + 3, sizes.N); ++count)
+      offer(fused, ceil_div(sizes.N, count), sizes.L, keys);
     return most;
   };
   if (std::max(sizes.E, sizes.Ev) <= kMostFusedSplitHalf && offer_matrices(true, sizes.S) > 0) return best;

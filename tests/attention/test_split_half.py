@@ -74,8 +74,9 @@ def hold(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None,
     want, want_lse = reference.attention(q, k, v, mask, causal, None, q.size(1) != k.size(1), device="cuda")
     out, lse = forward(q, k, v, mask, causal, **options)
     ours, theirs = error(out, want), pytorch_error(q, k, v, mask, causal, want)
-    # Beside few products PyTorch's error is less than what two terms leave out of an element: 2^-23.
-    assert ours <= max(theirs, 3e-7), f"{name}: {ours:.2e}, PyTorch's {theirs:.2e}"
+    # Of few products PyTorch's error is less than 2^-21, what two terms may leave out of weight and value, 2^-22 each. Where all is
+    # the rounding of large scores, both errors are that.
+    assert ours <= max(1.001 * theirs, 2**-21), f"{name}: {ours:.2e}, PyTorch's {theirs:.2e}"
     check_lse(lse, want_lse.cpu(), torch.float32)
     assert bool((out[want_lse == NEG_INF] == 0).all()), f"{name}: rows that see no key are not 0"
 

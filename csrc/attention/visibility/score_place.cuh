@@ -86,8 +86,8 @@ struct ScoreTiles {
   // Tiles of the matrix's row tiles before m.
   __host__ __device__ constexpr unsigned before(int m) const {
     const int all = kRatio * n_tiles - first_, some = all < 0   ? 0
-                                                 : all < m ? all
-                                                           : m;  // of the row tiles: those that do not see all
+                                                      : all < m ? all
+                                                                : m;  // of the row tiles: those that do not see all
     return shares(first_ + some) - shares(first_) + static_cast<unsigned>(m - some) * n_tiles;
   }
   // The sum of i / kRatio over [0, end), end at least 1.

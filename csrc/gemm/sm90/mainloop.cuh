@@ -19,7 +19,9 @@
 #pragma once
 
 #include "core/device_info.h"
+#include "core/launch.cuh"
 #include "device/sm80/cp_async.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -111,7 +113,8 @@ struct StepOperands {
   }
   // sums += A's term . B's term over `kCount` of the step's k, from `begin` on.
   template <int kCount = Tile::kK>
-  __device__ __forceinline__ void multiply(float (&sums)[Tile::kN / 2], int term_a, int term_b, bool fresh, int begin = 0) const {
+  __device__ __forceinline__ void multiply(float (&sums)[Tile::kN / 2], int term_a, int term_b, bool fresh,
+                                           int begin = 0) const {
     using T = typename Tile::T;
 #pragma unroll
     for (int k = begin; k < begin + kCount; k += 16) {
@@ -223,6 +226,7 @@ template <template <class> class Work, class Tile, class Params>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     wgmma_kernel(const __grid_constant__ Params params, const __grid_constant__ WgmmaMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  launch_dependents();
   const Work<Tile> work = {params};
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -238,6 +242,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     mbarrier_fence_init();
   }
+  wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::kProducerRegisters>();
@@ -252,17 +257,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// Persistent CTAs: one for every SM, or fewer where there are fewer tiles.
+// Persistent CTAs: one for every SM, or fewer where there are fewer tiles. They may start while the kernel before them ends.
 template <template <class> class Work, class Tile, class Params>
 cudaError_t launch_wgmma_tiles(const Params& params, const WgmmaMaps& maps, int64_t tiles, cudaStream_t stream) {
-  if (tiles == 0) return cudaSuccess;
   const int64_t sms = current_device_info().sms;
-  auto* kernel = wgmma_kernel<Work, Tile, Params>;
-  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(tiles < sms ? tiles : sms), Tile::kThreads, kSharedBytes, stream>>>(params, maps);
-  return cudaGetLastError();
+  return launch_early(wgmma_kernel<Work, Tile, Params>, tiles < sms ? tiles : sms, 1, Tile::kThreads,
+                      static_cast<int>(sizeof(typename Tile::Shared)), stream, params, maps);
 }
 
 }  // namespace attention_ext

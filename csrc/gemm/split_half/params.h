@@ -38,12 +38,12 @@ struct SplitHalfFacts {
 // Matrices of float, x = (high + low) * 2^exponent of its block.
 struct SplitHalfBlocksParams {
   BatchDims batch;
-  MatrixView source;   // matrices of (all rows, cols)
-  int64_t first;       // flat number of the first matrix
-  int64_t group;       // of flat numbers that share a matrix
+  MatrixView source;  // matrices of (all rows, cols)
+  int64_t first;      // flat number of the first matrix
+  int64_t group;      // of flat numbers that share a matrix
   int64_t matrices, row_begin, rows, cols;
-  void* terms;         // (2, matrices, rows, pitch), pitch: cols rounded up to 8
-  int32_t* exponents;  // (matrices, rows / 64 rounded up); kRowOfZeros
+  void* terms;                 // (2, matrices, rows, pitch), pitch: cols rounded up to 8
+  int32_t* exponents;          // (matrices, rows / 64 rounded up); kRowOfZeros
   SplitHalfFacts* facts;       // of each flat number, begun with zeros; that of a matrix's first is kept
   const int32_t* row_lengths;  // rows of matrix n from row_lengths[n / heads] on count as zeros; null: none do
   int64_t heads;

@@ -9,11 +9,13 @@
 // Grid: 256 threads a CTA, a warp a row at a time. Shared memory: 4 bytes and 32 for its warps.
 #include <cuda_fp16.h>
 
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/cluster.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "gemm/split_half/epilogue.cuh"
 #include "gemm/split_half/params.h"
 #include "gemm/split_half/terms.cuh"
@@ -32,6 +34,8 @@ struct Operands {
 template <int kCluster, int kQuads>
 __global__ void __launch_bounds__(kThreads) split_half_blocks_kernel(const __grid_constant__ Operands operands) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  launch_dependents();
+  wait_for_prerequisites();
   constexpr int kWarps = kThreads / 32, kRows = kSplitHalfBlock / kCluster / kWarps;  // kRows: of a warp
   constexpr float kSmallRow = 0x1p-16f;  // of the block's largest: from here on fewer than 22 bits are left
   __shared__ uint32_t s_warp_largest[kWarps], s_largest;
@@ -144,18 +148,8 @@ __global__ void __launch_bounds__(kThreads) split_half_blocks_kernel(const __gri
 template <int kCluster, int kQuads>
 cudaError_t launch(const Operands& operands, cudaStream_t stream) {
   const unsigned blocks = operands.end[kOperands - 1];
-  if (blocks == 0) return cudaSuccess;
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = kCluster;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(blocks * kCluster);
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = kCluster > 1 ? 1 : 0;
-  return cudaLaunchKernelEx(&config, split_half_blocks_kernel<kCluster, kQuads>, operands);
+  return launch_early(split_half_blocks_kernel<kCluster, kQuads>, static_cast<int64_t>(blocks) * kCluster, kCluster, kThreads,
+                      0, stream, operands);
 }
 
 }  // namespace

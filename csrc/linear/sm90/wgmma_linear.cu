@@ -214,7 +214,8 @@ cudaError_t launch_tile(const LinearPartParams& params, cudaStream_t stream) {
 cudaError_t launch_wgmma_linear(const LinearPartParams& params, cudaStream_t stream) {
   return dispatch_among<__half, __nv_bfloat16, float>(params.type, [&](auto element) {
     using T = decltype(element);
-    return launch_tile<std::conditional_t<std::is_same_v<T, float>, SplitHalfWgmmaTile<false, 64>, WgmmaTile<T, false>>>(params, stream);
+    return launch_tile<std::conditional_t<std::is_same_v<T, float>, SplitHalfWgmmaTile<false, 64>, WgmmaTile<T, false>>>(
+        params, stream);
   });
 }
 

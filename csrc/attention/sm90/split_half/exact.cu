@@ -9,8 +9,10 @@
 #include "attention/visibility/score_modifier.cuh"
 #include "core/arithmetic.h"
 #include "core/device_info.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/random.cuh"
+#include "device/sm90/dependent_launch.cuh"
 
 namespace attention_ext {
 namespace {
@@ -21,7 +23,8 @@ constexpr int kKeysOfThread = kKeys / kRowThreads, kColsOfThread = kCols / kRowT
 // Whether what the terms leave out of a matrix's scores may be more than independent errors of 2^-22 an element of query and key.
 __device__ __forceinline__ bool needs_exact(const SplitHalfExactParams& p, int64_t n) {
   const int64_t key_group = p.call.key.group, value_group = p.call.value.group;
-  const SplitHalfFacts query = p.query[n], key = p.key[n / key_group * key_group], value = p.value[n / value_group * value_group];
+  const SplitHalfFacts query = p.query[n], key = p.key[n / key_group * key_group],
+                       value = p.value[n / value_group * value_group];
   const float left_out = fabsf(static_cast<float>(p.call.scale)) * kLog2E *
                          (__uint_as_float(query.left_out) * __uint_as_float(key.norm) +
                           __uint_as_float(key.left_out) * __uint_as_float(query.norm));
@@ -30,14 +33,17 @@ __device__ __forceinline__ bool needs_exact(const SplitHalfExactParams& p, int64
 }
 
 __global__ void __launch_bounds__(kThreads) split_half_exact_kernel(const __grid_constant__ SplitHalfExactParams p) {
-  __shared__ float s_query[kExactRows][kChunk + 1], s_key[kKeys][kChunk + 1], s_weight[kExactRows][kKeys], s_value[kKeys][kCols];
+  __shared__ float s_query[kExactRows][kChunk + 1], s_key[kKeys][kChunk + 1], s_weight[kExactRows][kKeys],
+      s_value[kKeys][kCols];
+  __shared__ bool s_found[kThreads];
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  wait_for_prerequisites();
+#endif
   const ForwardParams& call = p.call;
   const int64_t groups = (call.L + kExactRows - 1) / kExactRows;
   const int thread_row = threadIdx.x / kRowThreads, thread = threadIdx.x % kRowThreads;
-#pragma unroll 1
-  for (int64_t unit = blockIdx.x; unit < call.N * groups; unit += gridDim.x) {
+  const auto make_unit = [&](int64_t unit) {
     const int64_t n = unit / groups;
-    if (p.marks[unit] == 0 && !needs_exact(p, n)) continue;
     const int first_row = static_cast<int>(unit - n * groups) * kExactRows, row = first_row + thread_row;
     const bool exists = row < call.L;
     const KeyRange range = key_range(call.sequence, n, call.S);
@@ -69,15 +75,21 @@ __global__ void __launch_bounds__(kThreads) split_half_exact_kernel(const __grid
           s_key[of][i % kChunk] =
               in && first_key + of < end ? g_key[(first_key + of) * call.key.row_stride + col * call.key.col_stride] : 0.0f;
           if (of < kExactRows) {
-            s_query[of][i % kChunk] =
-                in && first_row + of < call.L ? g_query[(first_row + of) * call.query.row_stride + col * call.query.col_stride] : 0.0f;
+            s_query[of][i % kChunk] = in && first_row + of < call.L
+                                          ? g_query[(first_row + of) * call.query.row_stride + col * call.query.col_stride]
+                                          : 0.0f;
           }
         }
-        __syncthreads();  // the chunk is there
+        __syncthreads();                 // the chunk is there
+        float part[kKeysOfThread] = {};  // a sum of sums: its error does not grow with E
         for (int k = 0; k < kChunk; ++k) {
 #pragma unroll
-          for (int i = 0; i < kKeysOfThread; ++i) x[i] = fmaf(s_query[thread_row][k], s_key[thread + i * kRowThreads][k], x[i]);
+          for (int i = 0; i < kKeysOfThread; ++i) {
+            part[i] = fmaf(s_query[thread_row][k], s_key[thread + i * kRowThreads][k], part[i]);
+          }
         }
+#pragma unroll
+        for (int i = 0; i < kKeysOfThread; ++i) x[i] += part[i];
       }
       float block_max = max;
 #pragma unroll
@@ -96,7 +108,8 @@ __global__ void __launch_bounds__(kThreads) split_half_exact_kernel(const __grid
         const int key = first_key + thread + i * kRowThreads;
         float weight = expf(x[i] - reference);
         block_sum += weight;
-        if (call.dropout.seed != nullptr && (kept_of_quad(call.dropout, *call.dropout.seed, n, row, key / 4) >> key % 4 & 1) == 0) {
+        if (call.dropout.seed != nullptr &&
+            (kept_of_quad(call.dropout, *call.dropout.seed, n, row, key / 4) >> key % 4 & 1) == 0) {
           weight = 0.0f;
         }
         s_weight[thread_row][thread + i * kRowThreads] = weight;
@@ -112,15 +125,14 @@ __global__ void __launch_bounds__(kThreads) split_half_exact_kernel(const __grid
               key < end && of < call.Ev ? g_value[key * call.value.row_stride + of * call.value.col_stride] : 0.0f;
         }
         __syncthreads();  // they and the weights are there
-        float out[kColsOfThread];
-        for_each_column(col, [&](int i, const float& stored) { out[i] = first_key == 0 ? 0.0f : stored * factor; });
+        float out[kColsOfThread] = {};
         for (int key = 0; key < kKeys; ++key) {
 #pragma unroll
           for (int i = 0; i < kColsOfThread; ++i) {
             out[i] = fmaf(s_weight[thread_row][key], s_value[key][thread + i * kRowThreads], out[i]);
           }
         }
-        for_each_column(col, [&](int i, float& stored) { stored = out[i]; });
+        for_each_column(col, [&](int i, float& stored) { stored = first_key == 0 ? out[i] : fmaf(stored, factor, out[i]); });
       }
     }
     const float kept = call.dropout.seed != nullptr ? static_cast<float>(call.dropout.keep_scale) : 1.0f;
@@ -132,6 +144,22 @@ __global__ void __launch_bounds__(kThreads) split_half_exact_kernel(const __grid
       static_cast<float*>(call.lse.data)[batch_offset(call.batch, call.lse, n, 0) + row * call.lse.row_stride] =
           log_sum_exp(max, sum);
     }
+  };
+
+  // Every gridDim.x-th unit is this CTA's. All threads look at once; what some of them find is made by all.
+  const int64_t units = call.N * groups, stride = gridDim.x;
+#pragma unroll 1
+  for (int64_t first = blockIdx.x; first < units; first += kThreads * stride) {
+    const int64_t mine = first + threadIdx.x * stride;
+    const bool found = mine < units && (p.marks[mine] != 0 || needs_exact(p, mine / groups));
+    if (__syncthreads_or(found) == 0) continue;
+    s_found[threadIdx.x] = found;
+    __syncthreads();  // what all have found is there
+#pragma unroll 1
+    for (int i = 0; i < kThreads; ++i) {
+      if (s_found[i]) make_unit(first + i * stride);
+    }
+    __syncthreads();  // and has been read
   }
 }
 
@@ -139,8 +167,7 @@ __global__ void __launch_bounds__(kThreads) split_half_exact_kernel(const __grid
 
 cudaError_t launch_split_half_exact(const SplitHalfExactParams& params, cudaStream_t stream) {
   const int64_t units = params.call.N * ceil_div(params.call.L, kExactRows), most = 8 * current_device_info().sms;
-  split_half_exact_kernel<<<static_cast<unsigned>(std::min(units, most)), kThreads, 0, stream>>>(params);
-  return cudaGetLastError();
+  return launch_early(split_half_exact_kernel, std::min(units, most), 1, kThreads, 0, stream, params);
 }
 
 }  // namespace attention_ext

@@ -14,17 +14,16 @@ class Forward {
   Forward(const ForwardParams& params, cudaStream_t stream)
       : params_(params),
         stream_(stream),
-        plan_(split_half_slices({params.N, params.L, params.S, params.E, params.Ev, params.key.group, params.value.group,
-                                 params.sequence.causal},
-                                params.workspace_bytes, current_device_info().sms)) {}
+        plan_(split_half_slices(
+            {params.N, params.L, params.S, params.E, params.Ev, params.key.group, params.value.group, params.sequence.causal},
+            params.workspace_bytes, current_device_info().sms)) {}
 
   cudaError_t run() {
     cudaError_t status = cudaMemsetAsync(params_.workspace, 0, plan_.query_at, stream_);
     for (int64_t batch = 0; batch < params_.N; batch += plan_.matrices) {
       for (int64_t row = 0; row < params_.L; row += plan_.rows) {
         for (int64_t key = 0; key < params_.S; key += plan_.keys) {
-          const Slice slice = {batch, std::min(plan_.matrices, params_.N - batch),
-                               row,   std::min(plan_.rows, params_.L - row),
+          const Slice slice = {batch, std::min(plan_.matrices, params_.N - batch), row, std::min(plan_.rows, params_.L - row),
                                key,   std::min(plan_.keys, params_.S - key)};
           // No row sees a key from here on.
           if (params_.sequence.causal && key > 0 && key >= slice.row_begin + slice.row_count) break;
@@ -95,7 +94,8 @@ class Forward {
     scores.out = p.out;
     scores.lse = p.lse;
     if (plan_.fused) {
-      return launch_split_half_fused(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), at<void>(plan_.value_at), stream_);
+      return launch_split_half_fused(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), at<void>(plan_.value_at),
+                                     stream_);
     }
     status = launch_split_half_scores(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), stream_);
     if (status != cudaSuccess) return status;

@@ -11,6 +11,8 @@
 #include "attention/sm90/split_half/segment_weights.cuh"
 #include "attention/sm90/split_half/terms_map.h"
 #include "core/device_info.h"
+#include "core/launch.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -54,7 +56,8 @@ __device__ __forceinline__ void for_each_tile(const SplitHalfScoresParams& p, Vi
   const unsigned tiles = static_cast<unsigned>(p.slice.batch_count) * m_tiles;
 #pragma unroll 1
   for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const TileIndex index = p.sequence.causal ? longest_first(tile, m_tiles, 1, p.slice.batch_count) : tile_of(tile, m_tiles, 1, 0);
+    const TileIndex index =
+        p.sequence.causal ? longest_first(tile, m_tiles, 1, p.slice.batch_count) : tile_of(tile, m_tiles, 1, 0);
     FusedPlace at;
     at.slice_index = index.batch;
     at.n = p.slice.batch_begin + index.batch;
@@ -68,7 +71,8 @@ __device__ __forceinline__ void for_each_tile(const SplitHalfScoresParams& p, Vi
 }
 
 template <class Tile>
-__device__ __forceinline__ void load_fused(const SplitHalfScoresParams& p, const FusedMaps& maps, typename Tile::Shared& shared) {
+__device__ __forceinline__ void load_fused(const SplitHalfScoresParams& p, const FusedMaps& maps,
+                                           typename Tile::Shared& shared) {
   RingPlace<Tile::kSlots> ring;
   uint32_t query_parity = 0;
   const auto load = [&](unsigned char* s_terms, int box_bytes, const CUtensorMap& map, int row, int64_t matrix, uint32_t full) {
@@ -115,12 +119,14 @@ __device__ __forceinline__ void attend(const SplitHalfScoresParams& p, typename 
   };
   uint64_t query[2];
 #pragma unroll
-  for (int term = 0; term < 2; ++term) query[term] = matrix_descriptor(shared_address(shared.query[term][0]) + consumer * 64 * 128, 1024, 0);
+  for (int term = 0; term < 2; ++term)
+    query[term] = matrix_descriptor(shared_address(shared.query[term][0]) + consumer * 64 * 128, 1024, 0);
 
   for_each_tile<Tile>(p, [&](const FusedPlace& at) {
     const int row = at.row + tile_row;
     const int end_row = static_cast<int>(p.L);
-    SegmentPlace place = {at.n, kMasked ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), 0) : 0, at.range, row, end_row, 0, 0};
+    SegmentPlace place = {
+        at.n, kMasked ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), 0) : 0, at.range, row, end_row, 0, 0};
     place.open = open_keys(at.range, row, end_row);
     const int block = (at.row + consumer * 64) / kSplitHalfBlock;
     const int query_exponent = block < row_blocks ? p.query_exponents[at.slice_index * row_blocks + block] : kRowOfZeros;
@@ -187,7 +193,7 @@ __device__ __forceinline__ void attend(const SplitHalfScoresParams& p, typename 
           const uint64_t b = matrix_descriptor(s_value + term_b * Tile::kSteps * Tile::kBoxBytes, 1024, Tile::kBoxBytes);
 #pragma unroll
           for (int i = k; i < k + kPart; i += 16) {
-            const uint32_t(&a)[4] = *reinterpret_cast<const uint32_t(*)[4]>(&weights[term_a][i / 4]);
+            const uint32_t (&a)[4] = *reinterpret_cast<const uint32_t (*)[4]>(&weights[term_a][i / 4]);
             wgmma_from_registers<__half>(part, a, b + i * 128 / 16, fresh && i == k);
           }
         };
@@ -235,6 +241,7 @@ template <class Tile, bool kMasked>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     split_half_fused_kernel(const __grid_constant__ SplitHalfScoresParams p, const __grid_constant__ FusedMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  launch_dependents();
   constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -248,6 +255,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     mbarrier_fence_init();
   }
+  wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
     give_registers<kProducerRegisters>();
@@ -265,12 +273,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <class Tile, bool kMasked>
 cudaError_t launch_tile(const SplitHalfScoresParams& params, const FusedMaps& maps, cudaStream_t stream) {
   const int64_t tiles = params.slice.batch_count * ceil_div(params.L, Tile::kM), sms = current_device_info().sms;
-  auto* kernel = split_half_fused_kernel<Tile, kMasked>;
-  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(std::min(tiles, sms)), Tile::kThreads, kSharedBytes, stream>>>(params, maps);
-  return cudaGetLastError();
+  return launch_early(split_half_fused_kernel<Tile, kMasked>, std::min(tiles, sms), 1, Tile::kThreads,
+                      static_cast<int>(sizeof(typename Tile::Shared)), stream, params, maps);
 }
 
 }  // namespace
@@ -281,10 +285,12 @@ cudaError_t launch_split_half_fused(const SplitHalfScoresParams& params, void* q
   FusedMaps maps;
   cudaError_t status = make_terms_map(maps.query, query_terms, slice.batch_count, slice.row_count, params.E, 128);
   if (status == cudaSuccess) {
-    status = make_terms_map(maps.key, key_terms, matrices_of_slice(slice, params.key_group), slice.col_count, params.E, kSegment);
+    status =
+        make_terms_map(maps.key, key_terms, matrices_of_slice(slice, params.key_group), slice.col_count, params.E, kSegment);
   }
   if (status == cudaSuccess) {
-    status = make_terms_map(maps.value, value_terms, matrices_of_slice(slice, params.value_group), slice.col_count, params.Ev, kSegment);
+    status = make_terms_map(maps.value, value_terms, matrices_of_slice(slice, params.value_group), slice.col_count, params.Ev,
+                            kSegment);
   }
   if (status != cudaSuccess) return status;
   const bool masked = params.mask_type != MaskType::kNone;

@@ -38,8 +38,7 @@ struct SplitHalfScores {
 
   __device__ __forceinline__ Place aim(int64_t tile) const {
     Place at;
-    static_cast<ScorePlace&>(at) =
-        score_place<Tile>(p.slice, p.sequence, score_tiles().at(static_cast<unsigned>(tile)));
+    static_cast<ScorePlace&>(at) = score_place<Tile>(p.slice, p.sequence, score_tiles().at(static_cast<unsigned>(tile)));
     at.steps = at.hidden ? 0 : static_cast<int>((p.E + Tile::kK - 1) / Tile::kK);
     at.key_matrix = matrix_of_slice(at.n, p.slice, p.key_group);
     at.a = {{0, at.slice_row, 0, static_cast<int>(at.slice_index), 0}};
@@ -50,16 +49,14 @@ struct SplitHalfScores {
     const int64_t row_blocks = (p.slice.row_count + kSplitHalfBlock - 1) / kSplitHalfBlock,
                   key_blocks = (p.slice.col_count + kSplitHalfBlock - 1) / kSplitHalfBlock;
     Fetched fetched;
-    fetched.query_exponent =
-        row / kSplitHalfBlock * kSplitHalfBlock < at.rows
-            ? p.query_exponents[at.slice_index * row_blocks + (at.slice_row + row) / kSplitHalfBlock]
-            : kRowOfZeros;
+    fetched.query_exponent = row / kSplitHalfBlock * kSplitHalfBlock < at.rows
+                                 ? p.query_exponents[at.slice_index * row_blocks + (at.slice_row + row) / kSplitHalfBlock]
+                                 : kRowOfZeros;
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment) {
-      fetched.key_exponents[segment] =
-          segment * kSegment < at.cols
-              ? p.key_exponents[at.key_matrix * key_blocks + at.slice_col / kSegment + segment]
-              : kRowOfZeros;
+      fetched.key_exponents[segment] = segment * kSegment < at.cols
+                                           ? p.key_exponents[at.key_matrix * key_blocks + at.slice_col / kSegment + segment]
+                                           : kRowOfZeros;
     }
     fetched.mask = kMasked ? batch_offset(p.batch, p.mask, at.n, at.slice_index) : 0;
     return fetched;
@@ -128,7 +125,8 @@ using ScoresTile = SplitHalfWgmmaTile<false, kSplitHalfPromoted>;
 
 }  // namespace
 
-cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, void* query_terms, void* key_terms, cudaStream_t stream) {
+cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, void* query_terms, void* key_terms,
+                                     cudaStream_t stream) {
   using Tile = ScoresTile;
   const Slice& slice = params.slice;
   WgmmaMaps maps;

@@ -23,8 +23,8 @@ __device__ __forceinline__ int open_keys(const KeyRange& range, int row, int end
   return warp_row + 16 <= end_row ? range.end_of_row(warp_row) : 0;
 }
 
-constexpr int kMostSplitHalfExponent = 90;            // of a score's factor: products are up to 2^40
-constexpr float kLeastSplitHalfFactor = 0x1p-100f;    // far from where a factor and -inf would make NaN
+constexpr int kMostSplitHalfExponent = 90;          // of a score's factor: products are up to 2^40
+constexpr float kLeastSplitHalfFactor = 0x1p-100f;  // far from where a factor and -inf would make NaN
 
 // x: products in units of 2^exponent, in; weights 2^(score * log2(e) - reference + 15), out: dropped, but summed before that. Returns
 // whether a score is too large for a reference. kMasked: there is a mask.

@@ -30,8 +30,8 @@ struct SplitHalfStage {
   Sequence sequence;
   void* weights;               // terms (2, matrices, rows, pitch), times 2^15; pitch: keys rounded up to 8
   SplitHalfSegment* segments;  // (matrices, keys / 64 rounded up, rows)
-  int64_t L, Ev;   // rows of all slices, columns of values
-  double factor;   // of the weights that dropout keeps
+  int64_t L, Ev;               // rows of all slices, columns of values
+  double factor;               // of the weights that dropout keeps
   int64_t key_group, value_group;
   const int32_t *query_exponents, *key_exponents, *value_exponents;
   MatrixView out;  // (N, L, Ev); between slices of keys it holds rows relative to 2^top
@@ -62,7 +62,8 @@ struct SplitHalfExactParams {
 };
 
 // query_terms: (2, matrices, rows, E rounded up to 8); the others likewise.
-cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, void* query_terms, void* key_terms, cudaStream_t stream);
+cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, void* query_terms, void* key_terms,
+                                     cudaStream_t stream);
 cudaError_t launch_split_half_values(const SplitHalfValuesParams& params, void* value_terms, cudaStream_t stream);
 // Both products of whole matrices, head dims up to 128.
 cudaError_t launch_split_half_fused(const SplitHalfScoresParams& params, void* query_terms, void* key_terms, void* value_terms,

@@ -14,7 +14,7 @@ constexpr int kSplitHalfPromoted = 32;
 #if defined(__CUDACC__)
 __host__ __device__
 #endif
-constexpr int64_t matrix_of_slice(int64_t n, const Slice& slice, int64_t group) {
+    constexpr int64_t matrix_of_slice(int64_t n, const Slice& slice, int64_t group) {
   return n / group - slice.batch_begin / group;
 }
 inline int64_t matrices_of_slice(const Slice& slice, int64_t group) {

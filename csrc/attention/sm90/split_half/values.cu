@@ -71,9 +71,9 @@ struct SplitHalfValuesWork {
   __device__ __forceinline__ int64_t tiles() const { return p.slice.batch_count * m_tiles() * n_tiles(); }
 
   __device__ __forceinline__ Place aim(int64_t tile) const {
-    const TileIndex index =
-        p.sequence.causal ? longest_first(static_cast<unsigned>(tile), m_tiles(), n_tiles(), p.slice.batch_count)
-                          : tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0);
+    const TileIndex index = p.sequence.causal
+                                ? longest_first(static_cast<unsigned>(tile), m_tiles(), n_tiles(), p.slice.batch_count)
+                                : tile_of(static_cast<unsigned>(tile), m_tiles(), n_tiles(), 0);
     Place at;
     at.slice_index = p.slice.batch_count - 1 - index.batch;  // what stage 1 wrote last may still lie in L2
     at.n = p.slice.batch_begin + at.slice_index;
@@ -182,10 +182,10 @@ cudaError_t launch_split_half_values(const SplitHalfValuesParams& params, void* 
   using Tile = SplitHalfWgmmaTile<true, kSplitHalfPromoted>;
   const Slice& slice = params.slice;
   WgmmaMaps maps;
-  cudaError_t status =
-      make_terms_map(maps.a, params.weights, slice.batch_count, slice.row_count, slice.col_count, Tile::kM);
+  cudaError_t status = make_terms_map(maps.a, params.weights, slice.batch_count, slice.row_count, slice.col_count, Tile::kM);
   if (status == cudaSuccess) {
-    status = make_terms_map(maps.b, value_terms, matrices_of_slice(slice, params.value_group), slice.col_count, params.Ev, Tile::kK);
+    status =
+        make_terms_map(maps.b, value_terms, matrices_of_slice(slice, params.value_group), slice.col_count, params.Ev, Tile::kK);
   }
   if (status != cudaSuccess) return status;
   const int64_t tiles = slice.batch_count * ceil_div(slice.row_count, Tile::kM) * ceil_div(params.Ev, Tile::kN);
