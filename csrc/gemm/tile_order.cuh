@@ -21,8 +21,8 @@ __device__ __forceinline__ TileIndex tile_of(unsigned block, int m_tiles, int n_
   return {first_batch + batch, static_cast<int>(group * kGroup + in_group % rows), static_cast<int>(in_group / rows)};
 }
 
-// The order for causal calls whose k grows with the row, for CTAs that stay and take every gridDim.x-th tile: the longest row tiles of
-// all matrices first, and CTAs in reverse every other round, so that each gets about as much k.
+// The order for causal calls whose k grows with the row, for CTAs that stay and take every gridDim.x-th tile: the longest row tiles
+// of all matrices first, and CTAs in reverse every other round, so that each gets about as much k.
 __device__ __forceinline__ TileIndex longest_first(unsigned tile, int m_tiles, int n_tiles, int64_t matrices) {
   const unsigned count = static_cast<unsigned>(matrices), tiles = count * m_tiles * n_tiles, round_begin = tile - blockIdx.x;
   if (round_begin / gridDim.x % 2 == 1) tile = min(round_begin + gridDim.x, tiles) - 1 - blockIdx.x;

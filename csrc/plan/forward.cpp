@@ -62,10 +62,13 @@ std::string split_half_refuses(const Problem& p) {
   if (p.empty()) return "it does not take sizes of 0";
   if (p.type != DataType::kFloat) return std::string("it takes float32, not ") + name_of(p.type);
   if (p.N > kMostSplitHalfMatrices) return "it keeps facts of up to " + std::to_string(kMostSplitHalfMatrices) + " heads";
+  if (times(p.N, std::max(p.L, p.S), std::max(p.E, p.Ev)) >= int64_t{1} << 46) return "an operand has 2^46 elements and more";
   return "";
 }
 int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  return split_half_refuses(p).empty() ? std::min(split_half_plan(p, card, cap).ns + 8000, kMostCost) : kNoCost;
+  if (!split_half_refuses(p).empty()) return kNoCost;
+  const SplitHalfSlices slices = split_half_plan(p, card, cap);
+  return slices.bytes <= cap ? std::min(slices.ns, kMostCost) : kMostCost;  // the pipeline needs less, in the end a row
 }
 int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 
@@ -114,7 +117,7 @@ const ForwardTable kForwardKernels = {{
 
 bool preferred(const Problem& p, const DeviceInfo& card) {
   const bool measured = std::min(p.E, p.Ev) > 256 && std::max(p.E, p.Ev) <= kMost1024 && p.visible_keys() >= 256 && !p.dropout;
-  if (!measured) return false;
+  if (!measured || element_bytes(p.type) != 2) return false;
   for (const auto& row : kForwardKernels) {
     if (row.capability == 90 && refusal(row, p, card).empty()) return true;
   }

@@ -1,5 +1,5 @@
-// How float32 attention by half terms is cut into slices of matrices, rows and keys, and the workspace that a slice takes. Pure host
-// code, shared with the plan.
+// How float32 attention by half terms is cut into slices of matrices, rows and keys, and the workspace that a slice takes. Pure
+// host code, shared with the plan.
 #pragma once
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 
 #include "core/arithmetic.h"
 #include "core/slice.h"
+#include "plan/cost.h"
 
 namespace attention_ext {
 
@@ -67,7 +68,7 @@ inline SplitHalfSlices split_half_slice(const SplitHalfSizes& sizes, bool fused,
 // Estimated ns of all slices, on a card with an H200's clock and memory.
 inline int64_t split_half_ns(const SplitHalfSizes& sizes, const SplitHalfSlices& slices, int64_t sms) {
   constexpr int64_t kStep = 1000, kScoreTile = 2500, kValueTile = 1500, kSlice = 9000, kBytesPerNs = 2600;
-  constexpr int64_t kFusedTile = 4000, kFusedSegment = 1200;  // of 64 columns, each
+  constexpr int64_t kFusedTile = 4000, kFusedSegment = 1250, kFusedStep = 750;  // of 64 keys; and of 64 columns of them
   const int64_t row_tiles = slices.matrices * ceil_div(slices.rows, kSplitHalfTile);
   const int64_t scores = row_tiles * ceil_div(slices.keys, kSplitHalfTile),
                 values = row_tiles * ceil_div(sizes.Ev, kSplitHalfTile);
@@ -78,10 +79,10 @@ inline int64_t split_half_ns(const SplitHalfSizes& sizes, const SplitHalfSlices&
   const int64_t carried = slices.keys < sizes.S ? 8 * slices.matrices * slices.rows * sizes.Ev : 0;
   const int64_t count = ceil_div(sizes.N, slices.matrices) * ceil_div(sizes.L, slices.rows) * ceil_div(sizes.S, slices.keys);
   const int64_t fused_tile =
-      ceil_div(slices.keys, kSegment) * ceil_div(std::max(sizes.E, sizes.Ev), 64) * kFusedSegment + kFusedTile;
-  const int64_t products = slices.fused ? ceil_div(row_tiles, sms) * fused_tile
-                                        : ceil_div(scores, sms) * score_tile + ceil_div(values, sms) * value_tile;
-  return count * (kSlice + (sizes.causal && count > 1 ? products * 5 / 8 : products) + (terms + carried) / kBytesPerNs);
+      ceil_div(slices.keys, kSegment) * (kFusedSegment + ceil_div(std::max(sizes.E, sizes.Ev), 64) * kFusedStep) + kFusedTile;
+  const int64_t products = slices.fused ? times(ceil_div(row_tiles, sms), fused_tile)
+                                        : times(ceil_div(scores, sms), score_tile) + times(ceil_div(values, sms), value_tile);
+  return times(count, kSlice + (sizes.causal && count > 1 ? products / 8 * 5 : products) + (terms + carried) / kBytesPerNs);
 }
 
 // The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
@@ -94,13 +95,15 @@ inline SplitHalfSlices split_half_slices(const SplitHalfSizes& sizes, int64_t ca
   };
   // Offers whole matrices with so many keys, as many as stay under the cap and a few less. Returns how many do.
   const auto offer_matrices = [&](bool fused, int64_t keys) {
+    if (!fused && keys > cap / sizes.L) return int64_t{0};
     const int64_t one = split_half_slice(sizes, fused, 1, sizes.L, keys).bytes;
     if (one > cap) return int64_t{0};
     int64_t most = std::min(sizes.N, cap / one + sizes.key_group + sizes.value_group + 1);
     while (most > 1 && split_half_slice(sizes, fused, most, sizes.L, keys).bytes > cap) --most;
     const int64_t pieces = ceil_div(sizes.N, most);
-    for (int64_t count = pieces; count <= std::min(pieces + 3, sizes.N); ++count)
+    for (int64_t count = pieces; count <= std::min(pieces + 3, sizes.N); ++count) {
       offer(fused, ceil_div(sizes.N, count), sizes.L, keys);
+    }
     return most;
   };
   if (std::max(sizes.E, sizes.Ev) <= kMostFusedSplitHalf && offer_matrices(true, sizes.S) > 0) return best;

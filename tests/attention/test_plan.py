@@ -61,6 +61,7 @@ HALVES, FLOATS = (*FUSED, "sm90_pipeline"), ("sm90_split_half",)
 REFUSALS = [  # who refuses, for which facts, in which words
     *((HALVES + FLOATS, {size: 0}, "it does not take sizes of 0") for size in TYPICAL),
     (FLOATS, {"type": FLOAT, "N": (1 << 18) + 1}, "it keeps facts of up to 262144 heads"),
+    (FLOATS, {"type": FLOAT, "L": 1 << 31}, "an operand has 2^46 elements and more"),
     (HALVES, {"type": FLOAT}, "it takes float16 and bfloat16, not float32"),
     (HALVES, {"type": DOUBLE}, "it takes float16 and bfloat16, not float64"),
     (HALVES, {"S": (1 << 18) + 1}, "it loses precision beyond 262144 keys"),
@@ -112,7 +113,7 @@ def test_limits_are_taken() -> None:
 def test_cards() -> None:
     for capability, words in ((80, "it needs compute capability 9.0, not 8.0"), (100, "it needs compute capability 9.0, not 10.0")):
         found = plan(**NARROW, capability=capability)
-        assert found.refusals == ["", *[words] * (len(FORWARD) - 1)] and found.kernel == "pipeline"
+        assert found.refusals == ["", *[words] * len(HALVES), "it takes float32, not float16"] and found.kernel == "pipeline"
         assert re.fullmatch(rf"no other kernel takes it; sm90_256 would take \d+ us, but {words}", found.reason)
         assert 0 < found.workspace <= CAP and not found.preferred
 

@@ -1,4 +1,4 @@
-"""sm90_split_half by name, against float64: no less exact than the better known of PyTorch's own in float32, whatever the magnitudes.
+"""sm90_split_half by name, against float64: no less exact than PyTorch's own in float32, whatever the magnitudes.
 
 What every kernel is asked for, strides and gradients included, is in test_kernels.py and test_key_lengths.py.
 """

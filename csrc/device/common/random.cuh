@@ -49,8 +49,8 @@ __device__ __forceinline__ void drop_quad(A (&weights)[4], const Dropout& dropou
   }
 }
 
-// The same for one of the two rows of a fragment as wgmma leaves it (attention/visibility/score_modifier.cuh), whose keys begin with
-// quad `first_quad` of the row. Two lanes hold a quad: one draws for the even quads of both, one for the odd ones. All lanes.
+// The same for one of the two rows of a fragment as wgmma leaves it (attention/visibility/score_modifier.cuh), whose keys begin
+// with quad `first_quad` of the row. Two lanes hold a quad: one draws for the even quads of both, one for the odd ones. All lanes.
 template <int kCount>
 __device__ __forceinline__ void drop_fragment(float (&x)[kCount], int half, const Dropout& dropout, int64_t seed, int64_t n,
                                               int row, int first_quad) {

@@ -1,5 +1,5 @@
-// split_half, float32 as the sum of two half terms: rows with exponents of their own (linear layers), or blocks of 64 rows that share
-// one (attention), so that one set of terms is either operand of any product.
+// split_half, float32 as the sum of two half terms: rows with exponents of their own (linear layers), or blocks of 64 rows that
+// share one (attention), so that one set of terms is either operand of any product.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,5 +1,5 @@
-// Matrices of float as sums of two half terms, 64 rows with one exponent: x = (high + low) * 2^exponent, the block's largest magnitude
-// in [2^14, 2^15) of half precision. A row's own exponent (split_half_rows.cu) could not be taken out of a sum over rows.
+// Matrices of float as sums of two half terms, 64 rows with one exponent: x = (high + low) * 2^exponent, the block's largest
+// magnitude in [2^14, 2^15) of half precision. A row's own exponent (split_half_rows.cu) could not be taken out of a sum over rows.
 //
 // high = half(x / 2^exponent), low = half(x / 2^exponent - high): the error is at most the larger of 2^-23 of the element and 2^-39
 // of the block's largest. What that comes to in a product is known from the largest norms of rows, and of what is left out of rows.

@@ -19,8 +19,8 @@ struct SplitHalfScale {
     second_ = power_of_two(-exponent - -exponent / 2);
   }
 
-  // x becomes x / 2^exponent, which is to be rounded to the high term, low what that leaves, to be rounded as well. Returns what both
-  // leave of an element so small that low is subnormal, where it is no share of the element: 2^-25.
+  // x becomes x / 2^exponent, which is to be rounded to the high term, low what that leaves, to be rounded as well. Returns what
+  // both leave of an element so small that low is subnormal, where it is no share of the element: 2^-25.
   __device__ __forceinline__ float split(float& x, float& low) const {
     constexpr float kLowNormal = 0.25f;
     x = x * first_ * second_;

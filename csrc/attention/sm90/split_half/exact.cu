@@ -1,5 +1,5 @@
-// Rows of float32 attention that two half terms are not enough for, made anew in float on CUDA cores: out and log-sum-exp by the online
-// softmax. What calls for it is rare (docs/kernels/sm90_split_half.md), so this is short, not fast.
+// Rows of float32 attention that two half terms are not enough for, made anew in float on CUDA cores: out and log-sum-exp by the
+// online softmax. What calls for it is rare (docs/kernels/sm90_split_half.md), so this is short, not fast.
 //
 // One CTA at a time takes 16 rows of a matrix and goes through their keys 64 at a time: scores, weights, then out, which waits in
 // memory, 64 columns at a time.

@@ -1,5 +1,5 @@
-// float32 attention by half terms: operands split, scores, weights . values for one slice after another; then what two half terms are
-// not enough for, mostly nothing. Pure host code.
+// float32 attention by half terms: operands split, scores, weights . values for one slice after another; then what two half terms
+// are not enough for, mostly nothing. Pure host code.
 #include "attention/pipeline/stage.h"
 #include "attention/sm90/split_half/split_half.h"
 #include "attention/sm90/split_half/terms_map.h"

@@ -1,11 +1,11 @@
-// float32 attention by half terms in one kernel (Hopper), for head dims up to 128: out = softmax(scale * Q K^T + mask) V over one slice
-// of whole matrices, without scores in memory.
+// float32 attention by half terms in one kernel (Hopper), for head dims up to 128: out = softmax(scale * Q K^T + mask) V over one
+// slice of whole matrices, without scores in memory.
 //
-// A CTA takes 128 query rows, 64 for each of two consumer warpgroups, and walks over segments of 64 keys. A warpgroup alone does all
-// of its rows: S = Q K^T, three products of terms in parts of 32 of k, summed in float; weights, whose terms stay in registers, where
-// a result of wgmma lies as an operand of it does; P V likewise, each part brought to the row's power of two as it is added. While
-// one warpgroup waits for a part or makes weights, the other multiplies.
-// One thread of a third warpgroup loads: terms of the query's rows, then of keys and values in one ring.
+// A CTA takes 128 query rows, 64 for each of two consumer warpgroups, and walks over segments of 64 keys. A warpgroup alone does
+// all of its rows: S = Q K^T, three products of terms in parts of 32 of k, summed in float; weights, whose terms stay in registers,
+// where a result of wgmma lies as an operand of it does; P V likewise, each part brought to the row's power of two as it is added.
+// While one warpgroup waits for a part or makes weights, the other multiplies. One thread of a third warpgroup loads: terms of the
+// query's rows, then of keys and values in one ring.
 // Grid: persistent CTAs, one an SM; causal: longest first. Shared memory: SplitHalfFusedTile::Shared. Registers: 232.
 #include "attention/sm90/split_half/row_promotion.cuh"
 #include "attention/sm90/split_half/segment_weights.cuh"

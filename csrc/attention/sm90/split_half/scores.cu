@@ -1,8 +1,8 @@
-// Stage 1 of float32 attention by half terms (Hopper): weights of one slice, 2^(score * log2(e) - reference of its segment of 64 keys),
-// as two half terms each, with the segments' references and sums.
+// Stage 1 of float32 attention by half terms (Hopper): weights of one slice, 2^(score * log2(e) - reference of its segment of 64
+// keys), as two half terms each, with the segments' references and sums.
 //
-// Product of block tiles of 128 queries by 128 keys, gemm/sm90/mainloop.cuh, three products of terms for each. A warpgroup's 64 rows
-// have one exponent, a segment's keys another: both are a factor of the scale. A reference is the segment's largest exponent,
+// Product of block tiles of 128 queries by 128 keys, gemm/sm90/mainloop.cuh, three products of terms for each. A warpgroup's 64
+// rows have one exponent, a segment's keys another: both are a factor of the scale. A reference is the segment's largest exponent,
 // rounded up, so that to change it is exact; weights are stored times 2^15, where their low term is no subnormal.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: SplitHalfWgmmaTile::Shared. Registers: 232 a consumer thread.
 #include "attention/sm90/split_half/segment_weights.cuh"

@@ -26,8 +26,8 @@ __device__ __forceinline__ int open_keys(const KeyRange& range, int row, int end
 constexpr int kMostSplitHalfExponent = 90;          // of a score's factor: products are up to 2^40
 constexpr float kLeastSplitHalfFactor = 0x1p-100f;  // far from where a factor and -inf would make NaN
 
-// x: products in units of 2^exponent, in; weights 2^(score * log2(e) - reference + 15), out: dropped, but summed before that. Returns
-// whether a score is too large for a reference. kMasked: there is a mask.
+// x: products in units of 2^exponent, in; weights 2^(score * log2(e) - reference + 15), out: dropped, but summed before that.
+// Returns whether a score is too large for a reference. kMasked: there is a mask.
 template <bool kMasked>
 __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], const SplitHalfScoresParams& p,
                                                      const SegmentPlace& at, int exponent, SplitHalfSegment (&segment)[2]) {

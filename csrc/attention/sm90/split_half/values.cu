@@ -1,10 +1,10 @@
 // Stage 2 of float32 attention by half terms (Hopper): out = weights . values / sum of the weights, over one slice of keys after
 // another.
 //
-// Product of block tiles of 128 rows by 128 columns of values, gemm/sm90/mainloop.cuh, three products of terms for each. The weights
-// of a segment of 64 keys are relative to 2^reference, and its values to 2^exponent: what a step of k adds is brought to the row's
-// own power, 2^top, as it is promoted, and the row to a higher one where that comes. Powers of two are exact, so this is the online
-// softmax without its roundings. Between slices of keys the row waits in out and its state in the workspace.
+// Product of block tiles of 128 rows by 128 columns of values, gemm/sm90/mainloop.cuh, three products of terms for each. The
+// weights of a segment of 64 keys are relative to 2^reference, and its values to 2^exponent: what a step of k adds is brought to
+// the row's own power, 2^top, as it is promoted, and the row to a higher one where that comes. Powers of two are exact, so this is
+// the online softmax without its roundings. Between slices of keys the row waits in out and its state in the workspace.
 // Grid: persistent CTAs, one an SM. Causal: the longest row tiles of all matrices first, and CTAs in reverse every other round.
 // Shared memory: SplitHalfWgmmaTile::Shared. Registers: 232 a consumer thread.
 #include "attention/sm90/split_half/row_promotion.cuh"
