@@ -96,7 +96,7 @@ def test_width(path: Path) -> None:
 
 def test_package_needs_nothing_but_torch() -> None:
     stdlib = {"argparse", "collections", "contextlib", "dataclasses", "functools", "importlib", "logging", "math", "pkgutil", "re"}
-    stdlib |= {"os", "platform", "statistics", "sys", "time", "types", "typing", "warnings"}
+    stdlib |= {"os", "platform", "statistics", "sys", "threading", "time", "types", "typing", "warnings"}
     for path in (ROOT / "attention_ext").rglob("*.py"):
         imported = re.findall(r"^(?:from|import) +([a-zA-Z_]+)", path.read_text(), re.MULTILINE)
         assert set(imported) <= stdlib | {"torch", "attention_ext"}, path
