@@ -16,18 +16,16 @@ from torch import Tensor
 from torch.nn.functional import multi_head_attention_forward
 from torch.overrides import TorchFunctionMode
 
-from ._checks import message
 from ._log import log_call
 from ._torch_private import FAST_PATHS, constant_in_programs, torch_sdpa, within_sdpa_kernel, without_protocol
+from ._when import When, check_when, why_not
 from .attention.checks import overrides_functions
-from .attention.torch_cuda import capability
 from .ops import sdpa
 
 __all__ = ["override"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-_When = Callable[[Tensor, Tensor, Tensor], bool]
 
 _MULTI_HEAD = without_protocol(multi_head_attention_forward)
 # What starts the autograd engine.
@@ -38,33 +36,9 @@ _LOCK = threading.Lock()  # of the counts: threads may share a decorator
 
 
 @constant_in_programs
-def _capability(device_index: int) -> tuple[int, int] | None:
-    return capability(device_index)
-
-
-@constant_in_programs
 def _own_meaning(types: tuple[type, ...]) -> str:
     """The name of a class that treats functions in a way of its own; sdpa knows PyTorch's masks."""
     return next((kind.__name__ for kind in types if overrides_functions(kind) and kind.__module__ != _MASKS), "")
-
-
-def _why_not_preferred(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str:
-    """A clause; empty where such calls were measured faster. Of what preferred() reads (csrc/plan/forward.cpp) that which holds for
-    all lengths, so that a traced program gets no guard on them."""
-    E, Ev = query.size(-1), value.size(-1)
-    if query.device.type != "cuda":
-        return f"on {query.device.type} sdpa is PyTorch's operator"
-    if _capability(query.device.index) != (9, 0):
-        return "it was measured faster on compute capability 9.0 alone"
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return "it was measured faster for half types alone"
-    if not (256 < E <= 1024 and 256 < Ev <= 1024 and E % 8 == 0 and Ev % 8 == 0):
-        return "it was measured faster for head dims that are multiples of 8 from 264 to 1024 alone"
-    if dropout_p > 0.0:
-        return "it was not measured faster with dropout"
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        return "it was not measured faster with a gradient of the mask"
-    return ""
 
 
 class override(TorchFunctionMode):
@@ -99,11 +73,9 @@ class override(TorchFunctionMode):
     taken = 0
     left = 0
 
-    def __init__(self, when: str | _When = "preferred") -> None:
-        if not (callable(when) or when in ("preferred", "always")):
-            raise ValueError(message("when", "'preferred', 'always' or a function of query, key and value", repr(when)))
+    def __init__(self, when: When = "preferred") -> None:
         super().__init__()
-        self.when = when
+        self.when = check_when(when)
         self.reasons: dict[str, str] = {}
 
     def __repr__(self) -> str:
@@ -141,11 +113,7 @@ class override(TorchFunctionMode):
             return f"a {name} has a __torch_function__ of its own"
         if query.is_nested or key.is_nested or value.is_nested:
             return "it takes no nested tensors"
-        if self.when == "always":
-            return ""
-        if self.when == "preferred":
-            return _why_not_preferred(query, value, mask, dropout_p)
-        return "" if self.when(query, key, value) else "when(query, key, value) is false"  # type: ignore[operator]
+        return why_not(self.when, query, key, value, mask, dropout_p)
 
     def _attention(
         self, types: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_early
 from torch.overrides import TorchFunctionMode
 
 import attention_ext
-from attention_ext import _redirect, override
+from attention_ext import _when, override
 
 always = partial(override, "always")
 
@@ -76,25 +76,25 @@ CALLS = [
 def test_preferred_is_the_rule_of_preferred(
     E: int, Ev: int, dtype: torch.dtype, dropout_p: float, faster: bool, monkeypatch
 ) -> None:
-    monkeypatch.setattr(_redirect, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(_when, "capability", lambda index: (9, 0))
     with torch._subclasses.FakeTensorMode():
         q, v = (torch.empty(1, 1, 512, size, dtype=dtype, device="cuda") for size in (E, Ev))
-        assert (_redirect._why_not_preferred(q, v, None, dropout_p) == "") == faster
+        assert (_when._why_not_preferred(q, v, None, dropout_p) == "") == faster
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
         q, v = (torch.empty(1, 1, 512, size, dtype=dtype, device="cuda") for size in (E, Ev))
         assert attention_ext.preferred(q, q, v, None, dropout_p) == faster
 
 
 def test_preferred_knows_the_card_and_the_gradient_of_a_mask(monkeypatch) -> None:
-    monkeypatch.setattr(_redirect, "capability", lambda index: (9, 0))
+    monkeypatch.setattr(_when, "capability", lambda index: (9, 0))
     with torch._subclasses.FakeTensorMode():
         q = torch.empty(1, 1, 512, 512, dtype=torch.float16, device="cuda")
         mask = torch.empty(512, 512, dtype=torch.float16, requires_grad=True)
-        assert "gradient of the mask" in _redirect._why_not_preferred(q, q, mask, 0.0)
+        assert "gradient of the mask" in _when._why_not_preferred(q, q, mask, 0.0)
         with torch.no_grad():
-            assert _redirect._why_not_preferred(q, q, mask, 0.0) == ""
-        monkeypatch.setattr(_redirect, "capability", lambda index: (8, 0))
-        assert "capability 9.0" in _redirect._why_not_preferred(q, q, None, 0.0)
+            assert _when._why_not_preferred(q, q, mask, 0.0) == ""
+        monkeypatch.setattr(_when, "capability", lambda index: (8, 0))
+        assert "capability 9.0" in _when._why_not_preferred(q, q, None, 0.0)
 
 
 @pytest.mark.gpu
