@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -158,6 +159,23 @@ def test_dropout_is_applied_in_training_alone(own: None) -> None:
     one = model(**batch).logits
     torch.manual_seed(5)
     assert torch.equal(model(**batch).logits, one) and not torch.allclose(one, plain, atol=1e-2)
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_head_dim_512_here_and_256_there(caplog: pytest.LogCaptureFixture) -> None:
+    """ "preferred" on a card: the full layers of Gemma 4 by attention_ext on Hopper, the others by transformers."""
+    batch, model = {"input_ids": inputs("gemma4", length=96)["input_ids"].cuda()}, make("gemma4").cuda()
+    exact = model(**batch).logits
+    model.to(torch.bfloat16)
+    want = model(**batch).logits
+    with integration.register(), caplog.at_level(logging.INFO, logger="attention_ext"):
+        model.set_attn_implementation("attention_ext")
+        got = model(**batch).logits
+    errors = [float((logits.float() - exact).norm()) for logits in (want, got)]
+    assert errors[1] < 2.0 * errors[0]
+    ours = sum(said.startswith("sdpa on cuda") for said in caplog.messages)
+    assert (ours, len(caplog.messages)) == ((2 if torch.cuda.get_device_capability() == (9, 0) else 0), 4)
 
 
 def test_parts_of_a_model_may_differ(own: None) -> None:
