@@ -35,6 +35,11 @@ _PASSED_BY = {
     *("position_ids", "use_cache", "cache", "num_items_in_batch", "output_hidden_states", "output_router_logits", "seq_idx"),
     *("deterministic", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),
     *("write_index", "read_index", "logits_indices", "block_table", "logits_processor_args"),  # of continuous batching
+    # What tokenizers, processors and callers give to models that do not name it, which hand it on.
+    *("input_ids", "inputs_embeds", "labels", "token_type_ids", "mm_token_type_ids", "special_tokens_mask", "offset_mapping"),
+    *("overflow_to_sample_mapping", "overflowing_tokens", "num_truncated_tokens", "length", "return_dict", "logits_to_keep"),
+    *("cache_position", "past_key_values", "pixel_values", "pixel_values_videos", "pixel_attention_mask", "image_sizes"),
+    *("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "spatial_shapes"),
 }
 # Of these models the mask becomes part of a sum of floats: true of a boolean one would be 1, and -inf true.
 _ADD_TO_MASKS = ("deepseek_v4",)
@@ -70,7 +75,7 @@ def _check(as_sdpa: bool, softcap: Any = None, block_indices: Any = None, output
         _refuse("output_attentions", output_attentions, "choose attn_implementation='eager' for weights")
     for name, value in others.items():
         if value is not None and name not in _PASSED_BY:
-            _refuse(name, type(value).__name__, f"no model of transformers {TESTED} passes it to attention")
+            _refuse(name, type(value).__name__, "it is not known whether attention depends on it: leave it out, or choose 'eager'")
 
 
 def _selected(mask: Tensor | None, indices: Tensor, S: int) -> Tensor:

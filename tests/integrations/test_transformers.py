@@ -161,6 +161,13 @@ def test_dropout_is_applied_in_training_alone(own: None) -> None:
     assert torch.equal(model(**batch).logits, one) and not torch.allclose(one, plain, atol=1e-2)
 
 
+@torch.no_grad()
+def test_what_tokenizers_give_and_a_model_does_not_name_is_passed_by(own: None) -> None:
+    model, batch = make("llama", "attention_ext"), inputs("llama", 7)
+    more = {"token_type_ids": torch.zeros_like(batch["input_ids"]), "cache_position": torch.arange(24)}
+    assert torch.equal(model(**batch, **more).logits, model(**batch).logits)
+
+
 @pytest.mark.gpu
 @torch.no_grad()
 def test_head_dim_512_here_and_256_there(caplog: pytest.LogCaptureFixture) -> None:
