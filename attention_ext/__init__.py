@@ -11,6 +11,7 @@ __path__ = pkgutil.extend_path(__path__, __name__)
 
 from . import _libraries, nn
 from . import _registration as _registration
+from ._redirect import override
 from .attention.partials import merge_partials
 from .ops import Explanation, explain, linear_batchnorm_softmax, linear_float32, preferred, sdpa, sdpa_with_lse
 
@@ -22,6 +23,7 @@ __all__ = [
     "linear_float32",
     "merge_partials",
     "nn",
+    "override",
     "preferred",
     "sdpa",
     "sdpa_with_lse",

@@ -6,8 +6,9 @@ Nothing else in the package names one, so that a release that moves one is met h
 import functools
 import os
 import sys
+import types
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ math_attention: Any = torch.ops.aten._scaled_dot_product_attention_math.default
 # Two of the back ends on CUDA by name: they look at no switch and check next to nothing, and tracing keeps them as they are.
 flash_attention: Any = torch.ops.aten._scaled_dot_product_flash_attention.default
 efficient_attention: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+# What nn.MultiheadAttention and nn.TransformerEncoderLayer run in evaluation, unless torch.backends.mha says otherwise.
+FAST_PATHS: Any = (torch._native_multi_head_attention, torch._transformer_encoder_layer_fwd)
 # How PyTorch may round the operands of float32 products on the CPU: "none" and "ieee" for not at all.
 cpu_precision: Callable[[], str] = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
 # The derivative of softmax from its result, as PyTorch's own backward pass calls it.
@@ -119,6 +122,35 @@ function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 def forward_mode_is_open() -> bool:
     """Whether PyTorch counts an open level of forward-mode AD."""
     return forward_ad._current_level >= 0
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def constant_in_programs(function: _F) -> _F:
+    """torch.compiler.assume_constant_result: Dynamo calls it where it traces a call of it. Without the import of Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@constant_in_programs
+def within_sdpa_kernel() -> bool:
+    """Whether a call stands inside torch.nn.attention.sdpa_kernel: nothing else turns off the back end of other devices."""
+    return not torch._C._get_overrideable_sdp_enabled()
+
+
+def without_protocol(function: Any) -> Any:
+    """A function of PyTorch's that does not ask modes and subclasses for itself: its own code, with no for an answer.
+
+    None where this release of PyTorch asks in another way than by these two functions of torch.overrides.
+    """
+    asking = {name for name in function.__code__.co_names if "torch_function" in name} - {"handle_torch_function"}
+    if not asking <= {"has_torch_function", "has_torch_function_unary"} or function.__closure__ is not None:
+        return None
+    scope = function.__globals__ | dict.fromkeys(asking, lambda tensors: False)
+    copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 class SdpSettings(NamedTuple):

@@ -21,6 +21,7 @@ __all__ = [
     "check_heads",
     "check_operand",
     "has_meaning_of_its_own",
+    "overrides_functions",
 ]
 
 _DEFAULT: Any = Tensor.__torch_function__
@@ -29,9 +30,11 @@ _OF_DATA = (_DEFAULT.__func__, plain_torch_function)  # of classes that are what
 
 def has_meaning_of_its_own(tensor: Tensor) -> bool:
     """Whether a tensor's class may mean something else than its data: it overrides how functions treat it."""
-    if type(tensor) is Tensor:
-        return False
-    function = type(tensor).__torch_function__
+    return type(tensor) is not Tensor and overrides_functions(type(tensor))
+
+
+def overrides_functions(kind: type) -> bool:
+    function = kind.__torch_function__  # type: ignore[attr-defined]
     return getattr(function, "__func__", function) not in _OF_DATA
 
 

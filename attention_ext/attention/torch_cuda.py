@@ -22,13 +22,13 @@ from .call import AttentionCall
 from .choice import decide
 from .layout import heads_inside_rows
 
-__all__ = ["choose", "name_of", "run", "workspace"]
+__all__ = ["capability", "choose", "name_of", "run", "workspace"]
 
 _Sizes = tuple[int, ...]  # symbolic ones in a traced program
 
 
 @functools.cache
-def _capability(device_index: int) -> tuple[int, int] | None:
+def capability(device_index: int) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device_index) if torch.cuda.is_available() else None
 
 
@@ -94,7 +94,7 @@ def choose(call: AttentionCall) -> tuple[str, str]:
     # Checkpointing runs the forward pass without a gradient and again with one: both have to draw the same numbers.
     gradient = exporting or call.dropout_p > 0.0 or call.needs_grad()
     facts = (
-        None if exporting else _capability(query.device.index),
+        None if exporting else capability(query.device.index),
         sdp_settings(),
         gradient,
         query.dtype,

@@ -99,10 +99,17 @@ def test_width(path: Path) -> None:
 
 def test_package_needs_nothing_but_torch() -> None:
     stdlib = {"argparse", "collections", "contextlib", "dataclasses", "functools", "importlib", "logging", "math", "pkgutil", "re"}
-    stdlib |= {"os", "platform", "statistics", "sys", "time", "types", "typing", "warnings"}
+    stdlib |= {"os", "platform", "statistics", "sys", "threading", "time", "types", "typing", "warnings"}
     for path in (ROOT / "attention_ext").rglob("*.py"):
         imported = re.findall(r"^(?:from|import) +([a-zA-Z_]+)", path.read_text(), re.MULTILINE)
-        assert set(imported) <= stdlib | {"torch", "attention_ext"}, path
+        library = {path.stem} if path.parent.name == "integrations" else set()
+        assert set(imported) <= stdlib | {"torch", "attention_ext"} | library, path
+
+
+def test_nothing_in_the_package_sees_the_integrations() -> None:
+    for path in (ROOT / "attention_ext").rglob("*.py"):
+        if path.parent.name != "integrations":
+            assert not re.search(r"^ *(from|import) .*\bintegrations\b", path.read_text(), re.MULTILINE), path
 
 
 PRIVATE = r"torch\._(?!_|check)|aten\._|forward_ad\._|\._schema\b|_hooks\b|_op_dispatcher"

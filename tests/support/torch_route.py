@@ -53,7 +53,7 @@ def generous(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def pretend(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, cudnn_first: bool = True) -> None:
     """A card of this capability beside a cuDNN that PyTorch's operator tries first, or not; None: no card."""
-    monkeypatch.setattr(torch_cuda, "_capability", lambda index: capability)
+    monkeypatch.setattr(torch_cuda, "capability", lambda index: capability)
     monkeypatch.setattr(_torch_private, "_cudnn_would_come_first", lambda: cudnn_first)
     choice.decide.cache_clear()
 

@@ -1,0 +1,32 @@
+"""bench/clients.py on the CPU in small: every case runs with both implementations, and the record has what it says."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed: pip install 'attention_ext[transformers]'")
+pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'attention_ext[diffusers]'")
+
+import clients
+import common
+
+
+@pytest.mark.parametrize("name", clients.CASES)
+def test_a_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "DEVICE", torch.device("cpu"))
+    row = clients.measure(clients.CASES[name](True), most=1)
+    assert row["ratio"] == row["default"]["ms"] / row["attention_ext"]["ms"] > 0.0
+    assert not row["default"]["kernels"] and sum(row["attention_ext"]["kernels"].values()) >= 1
+    assert row.get("same_tokens", 1.0) == 1.0 and row.get("max_difference", 0.0) == 0.0  # the CPU has PyTorch's operator in both
+
+
+def test_the_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(common, "DEVICE", common.DEVICE)
+    monkeypatch.setattr(sys, "argv", ["clients.py", "--small", "--device", "cpu", "--only", "gemma4 forward, "])
+    assert clients.main() == 0
+    record = json.loads(capsys.readouterr().out)
+    assert list(record["clients"]) == ["gemma4 forward, 4096 tokens, bfloat16"] and record["small"] and record["card"] == "none"
