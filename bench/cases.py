@@ -99,6 +99,8 @@ CASES = [
     Case("vae512", 1, 1, 1, 4096, 4096, 512, FP16),
     Case("vae1024_f32", 1, 1, 1, 16384, 16384, 512, FP32),
     Case("kb97_f32", 8, 32, 32, 512, 512, 1024, FP32),
+    Case("d128_f32", 4, 16, 16, 2048, 2048, 128, FP32),
+    Case("d64_f32", 4, 16, 16, 2048, 2048, 64, FP32),
     Case("d256", 1, 16, 16, 8192, 8192, 256, BF16),
     Case("d256c", 1, 16, 16, 8192, 8192, 256, BF16, causal=True),
     Case("d192", 1, 16, 16, 8192, 8192, 192, BF16),
@@ -115,7 +117,7 @@ BACKWARD = ("kb97", "g512c", "d256c", "d128c", "d64")
 SETS = {
     "class1024": [case.name for case in CASES if 512 < case.E <= 1024 and case.dtype != FP32],
     "class512": [case.name for case in CASES if 256 < case.E <= 512 and case.dtype != FP32 and not case.cold_l2],
-    "class256": [case.name for case in CASES if case.E <= 256 and not case.cold_l2],
+    "class256": [case.name for case in CASES if case.E <= 256 and case.dtype != FP32 and not case.cold_l2],
     "float32": [case.name for case in CASES if case.dtype == FP32],
     "decode": [case.name for case in CASES if case.cold_l2],
 }
