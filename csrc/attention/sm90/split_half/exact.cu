@@ -32,7 +32,7 @@ __device__ __forceinline__ bool needs_exact(const SplitHalfExactParams& p, int64
   return !enough || query.exact != 0 || key.exact != 0 || value.exact != 0;
 }
 
-__global__ void __launch_bounds__(kThreads) split_half_exact_kernel(const __grid_constant__ SplitHalfExactParams p) {
+__global__ void __launch_bounds__(kThreads, 1) split_half_exact_kernel(const __grid_constant__ SplitHalfExactParams p) {
   __shared__ float s_query[kExactRows][kChunk + 1], s_key[kKeys][kChunk + 1], s_weight[kExactRows][kKeys],
       s_value[kKeys][kCols];
   __shared__ bool s_found[kThreads];
