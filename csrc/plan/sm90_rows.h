@@ -52,8 +52,7 @@ struct RowsGrid {
 
 // Few rows over many keys, as in decoding: the keys are split in pieces, each a tile of its own, and what pieces leave is combined.
 // Where its keys are split decides a result's bits. So that follows from one group of heads alone, never from how many there are.
-constexpr int kSplitTileRows = 64;    // of one warpgroup: those of a second one would mostly be empty
-constexpr int kMostSplitRows = 128;   // of a group; more fill two warpgroups, and are much to leave
+constexpr int kSplitRows = 64;        // of a group at most, one warpgroup's: more fill two, and are much to leave
 constexpr int kPieceKeys = 256;       // at least
 constexpr int64_t kMostPieces = 256;  // a thread of the combining kernel each
 
@@ -66,7 +65,7 @@ constexpr RowsSplit kNotSplit = {1, 0};
 // A key is read as 2 bytes a column, and a piece's row written and read again as 4. So with more rows pieces are longer; with more
 // keys too, as they are enough then.
 constexpr RowsSplit rows_split(int head_dim_class, int64_t L, int64_t S, int64_t group) {
-  if (group > kSplitTileRows || L > kMostSplitRows || L * group > kMostSplitRows || S <= 2 * kPieceKeys) return kNotSplit;
+  if (L > kSplitRows || L * group > kSplitRows || S <= 2 * kPieceKeys) return kNotSplit;
   const int by_rows = L * group <= 8 ? 1 : L * group <= 16 ? 2 : 4, by_keys = S <= 4096 ? 1 : S <= 16384 ? 2 : 4;
   const int keys = rows_tile_shape(head_dim_class).keys;
   const int blocks = static_cast<int>(ceil_div(kPieceKeys, keys)) * std::max(by_rows, by_keys);
@@ -82,7 +81,7 @@ inline RowsGrid rows_grid(int head_dim_class, bool general, int64_t N, int group
     const int64_t tiles = N / group * ceil_div(L * group, rows_of_tile(rows, group)) * pieces;
     return RowsGrid{rows, tiles, ceil_div(tiles, sms), block_ns};
   };
-  if (pieces > 1) return grid(kSplitTileRows, rows_tile_shape(head_dim_class).block_ns * 9 / 16);
+  if (pieces > 1) return grid(kSplitRows, rows_tile_shape(head_dim_class).block_ns * 9 / 16);
   const RowsGrid narrow = grid(128, rows_tile_shape(head_dim_class).block_ns), wide = grid(192, 1700);
   return head_dim_class == 64 && !general && wide.rounds * wide.block_ns < narrow.rounds * narrow.block_ns ? wide : narrow;
 }

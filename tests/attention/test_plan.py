@@ -152,7 +152,7 @@ def test_more_is_never_cheaper(sms: int) -> None:
     """Estimates are positive, and those of more queries or keys by whole tiles, of twice the heads and of half the SMs no lower.
 
     By whole tiles, as 256 keys really are cheaper than 200 for a kernel that has another epilogue for a tile with an edge in it;
-    and with room for all in the workspace, as slices of other sizes fill rounds otherwise.
+    not from where sm90_256 leaves the keys of few rows whole to where it splits them (test_decode_plan.py), which is faster; and with room for all in the workspace, as slices of other sizes fill rounds otherwise.
     """
     rng, room = random.Random(1), 1 << 50
     for problem in some_problems(300):
@@ -164,7 +164,8 @@ def test_more_is_never_cheaper(sms: int) -> None:
         tiles = 256 * rng.choice((1, 2, 5, 16))
         for more in ({"L": problem["L"] + tiles}, {"S": problem["S"] + tiles}, heads):
             for name, before, after in zip(FORWARD, costs, plan(**problem | more, sms=sms, cap=room).costs, strict=True):
-                assert after >= before, (name, problem, more)
+                few = problem["L"] * problem["key_group"] <= 64 and problem["S"] <= 1344
+                assert after >= before or (name == "sm90_256" and few and "S" in more), (name, problem, more)
         for name, before, after in zip(FORWARD, costs, plan(**problem, sms=max(sms // 2, 1), cap=room).costs, strict=True):
             assert after >= before, (name, problem)
 

@@ -126,7 +126,7 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
       return general ? launch_rows<Tile, true>(params, plan, grid, sms, stream)
                      : launch_rows<Tile, false>(params, plan, grid, sms, stream);
     };
-    if (plan.split.pieces > 1) return launch(RowsTile<T, kClass, kSplitTileRows>());
+    if (plan.split.pieces > 1) return launch(RowsTile<T, kClass, kSplitRows>());
     if constexpr (kClass == 64) {
       if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, false>(params, plan, grid, sms, stream);
     }

@@ -124,7 +124,7 @@ struct RowsTile {
   static constexpr int kValueSteps = kShape.value_steps;
   static constexpr int kQueries = kShape.queries;
   static constexpr int kStages = kShape.stages;
-  static constexpr bool kSplits = kRows == kSplitTileRows;  // whether a tile has a piece of the keys, and leaves what it has summed
+  static constexpr bool kSplits = kRows == kSplitRows;  // whether a tile has a piece of the keys, and leaves what it has summed
   static constexpr bool kTurns = kShape.turns && kConsumers > 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // A consumer thread's and a producer's; the general instance's producer looks up hidden blocks. One consumer has enough without.
