@@ -2,9 +2,9 @@
 #include "plan/cost.h"
 #include "plan/kernels.h"
 #include "plan/slices.h"
-#include "plan/split_half_slices.h"
 #include "plan/sm90_fused.h"
 #include "plan/sm90_rows.h"
+#include "plan/split_half_slices.h"
 
 namespace attention_ext {
 namespace {
@@ -44,7 +44,9 @@ int64_t slices_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) 
   if (p.N == 0 || p.L == 0) return 0;
   return forward_slices(p.N, p.L, p.visible_keys(), p.Ev, element_bytes(p.type), cap, kWgmma, card.sms).bytes;
 }
-int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) { return rows_workspace_of(rows_problem(p), cap).bytes(); }
+int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
+  return rows_workspace_of(rows_problem(p), cap).bytes();
+}
 SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal};
   return split_half_slices(sizes, cap, card.sms);

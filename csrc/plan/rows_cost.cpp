@@ -11,7 +11,7 @@ constexpr int64_t kLaunch = 2500;
 constexpr int64_t kTile = 2000;                             // beginning and end of a tile
 constexpr int64_t kTileStep = 540;                          // of them by 64 of E and of Ev: its queries in, its results out
 constexpr int64_t kPieceTile = 1500, kPieceTileStep = 150;  // the same of a piece of the keys, which has few rows
-constexpr int64_t kCombine = 2500;                          // what pieces left, combined: a launch
+constexpr int64_t kCombine = 2500;                          // a launch, which combines what pieces left
 constexpr int64_t kMaskBlock = 700;                         // scores of a block by the instance for masks and dropout
 constexpr int64_t kFirstBytes = 3700;                       // before bytes come from memory at its rate
 constexpr int64_t kReadBytes = 4000, kWrittenBytes = 1700;  // bytes a ns
@@ -41,9 +41,10 @@ int64_t rows_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const int64_t element = element_bytes(p.type);
   const int64_t read = times(element, times(p.N, p.L, p.E) + times(p.key.matrices, S, p.E) + times(p.value.matrices, S, p.Ev));
   const int64_t written = times(element, p.N, times(p.L, p.Ev));
-  const int64_t left = split ? kCombine + times(8 * plan.pitch * plan.split.pieces, times(p.N, p.L)) / kReadBytes : 0;
+  // What pieces leave is written and read again, in L2 for the most part.
+  if (split) busy += kCombine + times(8 * plan.pitch * plan.split.pieces, times(p.N, p.L)) / kReadBytes;
   const int64_t bytes = kFirstBytes + read / kReadBytes + written / kWrittenBytes;
-  return std::min(std::max(kLaunch + busy, bytes) + left, kMostCost);
+  return std::min(std::max(kLaunch + busy, bytes), kMostCost);
 }
 
 }  // namespace attention_ext

@@ -34,7 +34,12 @@ def forward(
     p: float = 0.0, key_lengths: Tensor | None = None, workspace_bytes: int = CAP,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """out and lse; heads of the query beyond those of the key are groups."""
-    options = {"enable_gqa": q.size(1) != k.size(1), "key_lengths": key_lengths, "workspace_bytes": workspace_bytes, "kernel_name": KERNEL.name}
+    options = {
+        "enable_gqa": q.size(1) != k.size(1),
+        "key_lengths": key_lengths,
+        "workspace_bytes": workspace_bytes,
+        "kernel_name": KERNEL.name,
+    }
     return sdpa_forward(q, k, v, mask, seed, p, causal, **options)
 
 

@@ -1,8 +1,8 @@
 // Combines what the pieces of a row's keys left: out = sum of f_i O_i / sum of f_i s_i with f_i = exp(reference_i - the largest),
 // where piece i has left O_i, the sum s_i of its weights and the reference of both (flash decoding).
 //
-// Grid: a CTA a row, 256 threads. A thread takes a piece's statistics; then four columns of every kLanes-th piece, with 256 / kLanes
-// threads for the columns. All additions are in a fixed order. Shared memory: 5 KB.
+// Grid: a CTA a row, 256 threads. A thread takes a piece's statistics; then four columns of every kLanes-th piece, where kLanes is 256
+// by the threads that the columns take. All additions are in a fixed order. Shared memory: 5 KB.
 #include "attention/sm90/rows/pieces.h"
 #include "attention/softmax/online_softmax.cuh"
 #include "core/dispatch.h"
@@ -53,7 +53,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) reference = maximum(reference, s_warp[0][w]);
   const float subtract = reference == negative_infinity(0.0f) ? 0.0f : reference;
-  const float factor = mine.y == 0.0f ? kNothing : mine.x == reference ? 1.0f : exp2_difference(mine.x, subtract, unit * kLog2E);
+  const float factor = mine.y == 0.0f        ? kNothing
+                       : mine.x == reference ? 1.0f
+                                             : exp2_difference(mine.x, subtract, unit * kLog2E);
   s_factor[thread] = factor;
   const float part = warp_sum(mine.y == 0.0f ? 0.0f : factor * mine.y);
   if (thread % 32 == 0) s_warp[1][warp] = part;
@@ -102,7 +104,8 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t rows_combine(const ForwardParams& params, const RowsPieces& pieces, int64_t groups, float unit, cudaStream_t stream) {
+cudaError_t rows_combine(const ForwardParams& params, const RowsPieces& pieces, int64_t groups, float unit,
+                         cudaStream_t stream) {
   // Starts while the last pieces run, and waits for them.
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

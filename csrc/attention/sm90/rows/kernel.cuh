@@ -1,6 +1,6 @@
 // The row kernels: fused forward for Hopper up to head dim 256, out = softmax(scale * Q K^T + mask) V without scores in memory.
 //
-// A CTA takes 64, 128 or 192 query rows (of all heads of a group together: row r is query r / G of head r % G), 64 for each consumer
+// A CTA takes 128 or 192 query rows (of all heads of a group together: row r is query r / G of head r % G), 64 for each consumer
 // warpgroup, and walks over blocks of keys from the last one to the first. A warpgroup alone does all of its rows:
 //   S_j = Q K_j^T begins, O += P_{j+1} V_{j+1} begins | S_j is there: softmax, P_j | O is there: rescaled; P_j as its next operand
 // P stays in registers: a result of wgmma lies there as an operand of it does. Products of one warpgroup run under the softmax of
@@ -8,11 +8,12 @@
 // A fourth or third warpgroup's threads load: keys and values in rings of their own, and the query tiles. Blocks of keys that
 // a mask hides from all of the tile's rows are left out (mark.cuh).
 // CTAs stay and take tile after tile (RowsOrder); the next tile's operands come while this one ends.
-// Where rows are few and keys many, a tile is 64 rows and one piece of the keys, and one warpgroup multiplies: it leaves what it has
-// summed in the workspace, and rows_combine makes the output of it (combine.cu).
+// Where rows are few and keys many, a tile is up to 64 rows and one piece of the keys, for one warpgroup. It leaves what it has summed
+// in the workspace, and rows_combine makes the output of that (combine.cu).
 // The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
 // wait_for_prerequisites nothing is read or written but shared memory and parameters.
-// Shared memory: RowsTile::Shared. Registers: 160, 232, 240 or, of 64 rows, 255 a consumer thread (O 32 to 128, S 40 or 64, P 20 or 32).
+// Shared memory: RowsTile::Shared. Registers: 160, 232 or 240 a consumer thread (O 32 to 128, S 40 or 64, P 20 or 32); at most 255
+// where there is one consumer.
 #pragma once
 
 #include "attention/params.h"

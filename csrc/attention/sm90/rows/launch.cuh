@@ -58,9 +58,8 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
   const int64_t head_bytes = params.S * (params.E + params.Ev) * static_cast<int64_t>(sizeof(typename Tile::T));
   const int64_t section = std::max(kSectionBytes / head_bytes, ceil_div(kSectionRounds * sms * heads, grid.tiles));
-  RowsOrder order = {static_cast<uint32_t>(grid.tiles),
-                     params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1,
-                     {}};
+  RowsOrder order = {
+      static_cast<uint32_t>(grid.tiles), params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1, {}};
 
   RowsMarks marks = {};
   if constexpr (kGeneral) {
@@ -115,9 +114,10 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
   for (int dim = 0; dim < params.batch.count; ++dim) {
     if (params.mask.batch_stride[dim] != 0) mask_matrices *= params.batch.size[dim];
   }
-  const RowsWorkspace plan = rows_workspace_of({params.N, params.L, params.S, params.E, params.Ev, params.key.group,
-                                                params.mask_type != MaskType::kNone, params.mask.row_stride != 0, mask_matrices},
-                                               params.workspace_bytes);
+  const RowsWorkspace plan =
+      rows_workspace_of({params.N, params.L, params.S, params.E, params.Ev, params.key.group,
+                         params.mask_type != MaskType::kNone, params.mask.row_stride != 0, mask_matrices},
+                        params.workspace_bytes);
   const RowsGrid grid = rows_grid(kClass, general, params.N, params.key.group, params.L, plan.split.pieces, sms);
   return dispatch_half_type(params.type, [&](auto element) {
     using T = decltype(element);
