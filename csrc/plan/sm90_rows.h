@@ -99,8 +99,8 @@ constexpr RowsMarkSizes rows_mark_sizes(bool masked, int64_t L, int64_t S, int k
   return sizes;
 }
 
-// The workspace: what pieces leave of as many groups of heads as fit, then the marks. The groups are taken in several launches where
-// not all fit, so that their number does not decide whether keys are split; where the cap holds not one, they are not.
+// The workspace: what pieces leave of as many groups of heads as fit, then the marks. The groups are taken in several launches
+// where not all fit, so that their number does not decide whether keys are split; where the cap holds not one, they are not.
 struct RowsWorkspace {
   RowsSplit split;
   int64_t pitch;        // floats of a row of O that a piece leaves

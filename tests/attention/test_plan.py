@@ -152,8 +152,8 @@ def test_more_is_never_cheaper(sms: int) -> None:
     """Estimates are positive, and those of more queries or keys by whole tiles, of twice the heads and of half the SMs no lower.
 
     By whole tiles, as 256 keys are cheaper than 200 for a kernel that has another epilogue for a tile with an edge in it; not to
-    where sm90_256 begins to split the keys of few rows; and with room for all in the workspace, as slices of other sizes fill rounds
-    otherwise.
+    where sm90_256 begins to split the keys of few rows; and with room for all in the workspace, as slices of other sizes fill
+    rounds otherwise.
     """
     rng, room = random.Random(1), 1 << 50
     for problem in some_problems(300):

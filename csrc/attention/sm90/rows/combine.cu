@@ -1,8 +1,8 @@
 // Combines what the pieces of a row's keys left: out = sum of f_i O_i / sum of f_i s_i with f_i = exp(reference_i - the largest),
 // where piece i has left O_i, the sum s_i of its weights and the reference of both (flash decoding).
 //
-// Grid: a CTA a row, 256 threads. A thread takes a piece's statistics; then four columns of every kLanes-th piece, where kLanes is 256
-// by the threads that the columns take. All additions are in a fixed order. Shared memory: 5 KB.
+// Grid: a CTA a row, 256 threads. A thread takes a piece's statistics; then four columns of every kLanes-th piece, where kLanes
+// is 256 by the threads that the columns take. All additions are in a fixed order. Shared memory: 5 KB.
 #include "attention/sm90/rows/pieces.h"
 #include "attention/softmax/online_softmax.cuh"
 #include "core/dispatch.h"
