@@ -253,24 +253,6 @@ def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
     assert plan(**TYPICAL | {"N": 0}).workspace == plan(**TYPICAL | {"L": 0}).workspace == 0
 
 
-@pytest.mark.parametrize(("E", "keys"), [(64, 128), (128, 128), (192, 112), (256, 80)])
-def test_workspace_of_a_mask(E: int, keys: int) -> None:
-    """sm90_256 marks blocks of keys for 64 queries, a byte each, of every matrix that the mask has of its own."""
-    needs_hopper_kernels()
-    facts, blocks = {"N": 64, "L": 1000, "S": 2000, "E": E, "Ev": E, "mask": BOOL}, -(-2000 // keys)
-    for more, cells in (
-        ({}, blocks),
-        ({"mask_rows": 1, "mask_matrices": 64}, 64 * 16 * blocks),
-        ({"mask_rows": 1, "cap": 16 * blocks}, 16 * blocks),
-        ({"mask_rows": 1, "cap": 16 * blocks - 1}, 0),
-        ({"S": 4 * keys}, 4),
-        ({"S": 4 * keys - 1}, 0),
-        ({"mask": 0}, 0),
-    ):
-        found = plan(**facts | more)
-        assert (found.kernel, found.workspace) == ("sm90_256", cells), more
-
-
 LINEAR = [  # facts, capability, the kernel, a part of the reason
     ({"K": 512}, 90, "tiled", "; sm90_split_half would take .*, but sums of up to 512 products run on CUDA cores"),
     ({"K": 513}, 90, "sm90_split_half", "is the lowest, before split_half's"),

@@ -1,4 +1,4 @@
-"""sm90_256 with few rows and many keys: how the plan splits keys, and what that does to estimates and workspace. No GPU needed."""
+"""sm90_256's workspace, and with few rows and many keys how the plan splits them. No GPU needed."""
 
 from __future__ import annotations
 
@@ -83,3 +83,20 @@ def test_chosen_for_decoding(E: int) -> None:
             assert found.kernel == "sm90_256", (N, S, found.costs)
     assert cost(8, 1, 4096, E) < 15_000 and cost(32, 1, 4096, E, group=4) < 15_000
     assert cost(8, 1, 8192, E, cap=0) > 5 * cost(8, 1, 8192, E)
+
+
+@pytest.mark.parametrize(("E", "keys"), BLOCKS.items())
+def test_workspace_of_a_mask(E: int, keys: int) -> None:
+    """sm90_256 marks blocks of keys for 64 queries, a byte each, of every matrix that the mask has of its own."""
+    facts, blocks = {"N": 64, "L": 1000, "S": 2000, "E": E, "mask": BOOL}, -(-2000 // keys)
+    for more, cells in (
+        ({}, blocks),
+        ({"mask_rows": 1, "mask_matrices": 64}, 64 * 16 * blocks),
+        ({"mask_rows": 1, "cap": 16 * blocks}, 16 * blocks),
+        ({"mask_rows": 1, "cap": 16 * blocks - 1}, 0),
+        ({"S": 4 * keys}, 4),
+        ({"S": 4 * keys - 1}, 0),
+        ({"mask": 0}, 0),
+    ):
+        found = plan(**facts | more)
+        assert (found.kernel, found.workspace) == ("sm90_256", cells), more
