@@ -14,16 +14,18 @@
 namespace attention_ext {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256;
 static_assert(kMostPieces <= kThreads, "a thread takes a piece's statistics");
-constexpr float kNothing = -1.0f;  // factor of a piece that has left no row; factors are positive, 0 or NaN
 
 // kColumns: threads for the columns, four each.
 template <class T, int kColumns>
 __global__ void __launch_bounds__(kThreads)
     rows_combine_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsPieces pieces, float unit) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
-  constexpr int kLanes = kThreads / kColumns, kAtOnce = 4;  // pieces whose reads are under way together
+  constexpr int kWarps = kThreads / 32, kLanes = kThreads / kColumns;
+  constexpr int kAtOnce = 4;         // pieces whose reads are under way together
+  constexpr float kNothing = -1.0f;  // factor of a piece that has left no row; factors are positive, 0 or NaN
   __shared__ float s_factor[kThreads], s_warp[2][kWarps];
   __shared__ float4 s_out[kThreads];
   const int thread = threadIdx.x, warp = thread / 32, lane = thread / kColumns, col = thread % kColumns * 4;
@@ -32,6 +34,8 @@ __global__ void __launch_bounds__(kThreads)
   const uint32_t n = (pieces.first_group + of_launch) * group + row % group;
   const int64_t first = static_cast<int64_t>(of_launch) * pieces.count * rows + row;  // the first piece's row
   const auto place = [&](int piece) { return first + static_cast<int64_t>(piece) * rows; };
+  const int64_t query = row / group, out_row = batch_offset(p.batch, p.out, n, 0) + query * p.out.row_stride;
+  const int64_t lse = batch_offset(p.batch, p.lse, n, 0) + query * p.lse.row_stride;
   wait_for_prerequisites();
 
   const float2 mine = thread < pieces.count ? pieces.statistics[place(thread)] : make_float2(negative_infinity(0.0f), 0.0f);
@@ -81,11 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   s_out[thread] = out;
   __syncthreads();  // what the lanes have added is there
-  const int64_t query = row / group;
-  if (thread == 0) {
-    static_cast<float*>(p.lse.data)[batch_offset(p.batch, p.lse, n, 0) + query * p.lse.row_stride] =
-        log_sum_exp(__fmul_rn(reference, unit), sum);
-  }
+  if (thread == 0) static_cast<float*>(p.lse.data)[lse] = log_sum_exp(__fmul_rn(reference, unit), sum);
   if (lane > 0 || col >= p.Ev) return;
 #pragma unroll
   for (int other = 1; other < kLanes; ++other) {
@@ -98,8 +98,10 @@ __global__ void __launch_bounds__(kThreads)
   const float keep_scale = p.dropout.seed != nullptr ? static_cast<float>(p.dropout.keep_scale) : 1.0f;
   const float row_factor = sum == 0.0f ? 0.0f : keep_scale / sum;
   const float values[4] = {out.x * row_factor, out.y * row_factor, out.z * row_factor, out.w * row_factor};
-  T* g_row = static_cast<T*>(p.out.data) + batch_offset(p.batch, p.out, n, 0) + query * p.out.row_stride;
-  store_quad(g_row, col, static_cast<int>(p.Ev), p.out.col_stride, p.out.vector, values);
+  store_quad(static_cast<T*>(p.out.data) + out_row, col, static_cast<int>(p.Ev), p.out.col_stride, p.out.vector, values);
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
 }
 
 }  // namespace
