@@ -31,7 +31,7 @@ constexpr int64_t visible_blocks(int64_t L, int64_t S, int64_t rows, int64_t key
          times(row_tiles - above, blocks);
 }
 
-int64_t rows_cost(const Problem& problem, const DeviceInfo& card);
+int64_t rows_cost(const Problem& problem, const DeviceInfo& card, int64_t cap);
 int64_t fused_cost(const Problem& problem, const DeviceInfo& card, int head_dim_class);
 int64_t pipeline_cost(const Problem& problem, const DeviceInfo& card, int64_t cap, bool wgmma);
 

@@ -44,12 +44,8 @@ int64_t slices_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) 
   if (p.N == 0 || p.L == 0) return 0;
   return forward_slices(p.N, p.L, p.visible_keys(), p.Ev, element_bytes(p.type), cap, kWgmma, card.sms).bytes;
 }
-// What a mask shows, a byte for each block of keys.
 int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
-  const int keys = rows_tile_shape(rows_class(p.E, p.Ev)).keys;
-  const RowsMarkSizes sizes = rows_mark_sizes(p.mask != MaskType::kNone, p.mask_rows ? p.L : 1, p.S, keys);
-  const int64_t bytes = times(sizes.cells, p.mask_matrices);
-  return bytes <= cap && bytes < int64_t{1} << 31 ? bytes : 0;
+  return rows_workspace_of(rows_problem(p), cap).bytes();
 }
 SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal};
@@ -96,8 +92,8 @@ const ForwardTable kForwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, slices_workspace<false>,
      [](const Problem& p, const DeviceInfo& card, int64_t cap) { return pipeline_cost(p, card, cap, false); }},
     {"sm90_256", 90, [](const Problem& p) { return fused_refuses(p, kMost256, kMost256, kMostRows); }, nullptr, rows_workspace,
-     [](const Problem& p, const DeviceInfo& card, int64_t) {
-       return std::max(p.E, p.Ev) > kMost256 ? kNoCost : rows_cost(p, card);
+     [](const Problem& p, const DeviceInfo& card, int64_t cap) {
+       return std::max(p.E, p.Ev) > kMost256 ? kNoCost : rows_cost(p, card, cap);
      }},
     {"sm90_512", 90, [](const Problem& p) { return fused_refuses(p, kMost512, kMost512, kFusedRows); }, nullptr, no_workspace,
      [](const Problem& p, const DeviceInfo& card, int64_t) {

@@ -152,8 +152,9 @@ def some_problems(count: int) -> list[dict[str, int]]:
 def test_more_is_never_cheaper(sms: int) -> None:
     """Estimates are positive, and those of more queries or keys by whole tiles, of twice the heads and of half the SMs no lower.
 
-    By whole tiles, as 256 keys really are cheaper than 200 for a kernel that has another epilogue for a tile with an edge in it;
-    and with room for all in the workspace, as slices of other sizes fill rounds otherwise.
+    By whole tiles, as 256 keys are cheaper than 200 for a kernel that has another epilogue for a tile with an edge in it; not to
+    where sm90_256 begins to split the keys of few rows; and with room for all in the workspace, as slices of other sizes fill
+    rounds otherwise.
     """
     rng, room = random.Random(1), 1 << 50
     for problem in some_problems(300):
@@ -165,7 +166,8 @@ def test_more_is_never_cheaper(sms: int) -> None:
         tiles = 256 * rng.choice((1, 2, 5, 16))
         for more in ({"L": problem["L"] + tiles}, {"S": problem["S"] + tiles}, heads):
             for name, before, after in zip(FORWARD, costs, plan(**problem | more, sms=sms, cap=room).costs, strict=True):
-                assert after >= before, (name, problem, more)
+                few = problem["L"] * problem["key_group"] <= 64 and problem["S"] <= 1344
+                assert after >= before or (name == "sm90_256" and few and "S" in more), (name, problem, more)
         for name, before, after in zip(FORWARD, costs, plan(**problem, sms=max(sms // 2, 1), cap=room).costs, strict=True):
             assert after >= before, (name, problem)
 
@@ -250,24 +252,6 @@ def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
             assert found.workspace <= max(cap, row)
             assert (found.workspace == 0) == (found.kernel in FUSED)
     assert plan(**TYPICAL | {"N": 0}).workspace == plan(**TYPICAL | {"L": 0}).workspace == 0
-
-
-@pytest.mark.parametrize(("E", "keys"), [(64, 128), (128, 128), (192, 112), (256, 80)])
-def test_workspace_of_a_mask(E: int, keys: int) -> None:
-    """sm90_256 marks blocks of keys for 64 queries, a byte each, of every matrix that the mask has of its own."""
-    needs_hopper_kernels()
-    facts, blocks = {"N": 64, "L": 1000, "S": 2000, "E": E, "Ev": E, "mask": BOOL}, -(-2000 // keys)
-    for more, cells in (
-        ({}, blocks),
-        ({"mask_rows": 1, "mask_matrices": 64}, 64 * 16 * blocks),
-        ({"mask_rows": 1, "cap": 16 * blocks}, 16 * blocks),
-        ({"mask_rows": 1, "cap": 16 * blocks - 1}, 0),
-        ({"S": 4 * keys}, 4),
-        ({"S": 4 * keys - 1}, 0),
-        ({"mask": 0}, 0),
-    ):
-        found = plan(**facts | more)
-        assert (found.kernel, found.workspace) == ("sm90_256", cells), more
 
 
 LINEAR = [  # facts, capability, the kernel, a part of the reason

@@ -35,7 +35,7 @@ class RowsConsumer {
       mbarrier_wait(shared_address(&shared_.query_full[query_]), places.template parity<Tile::kQueries>());
       work_ = &shared_.work[places.round() % Tile::kWorks];
       begin_tile();
-      int block = kGeneral ? next_block() : work_->blocks() - 1;
+      int block = kGeneral ? next_block() : work_->end - 1;
       const bool any = !kGeneral || block >= 0;
       if (any) {
         begin_scores(block);
@@ -44,15 +44,15 @@ class RowsConsumer {
           while ((block = next_block()) >= 0) step<true>(block);
         } else {
           // From the last block on; the first ones may have keys that not every row sees.
-          const int open = end_of_row(0);
+          const int open = end_of_row(0), first = work_->first_block();
           --block;
 #pragma unroll 1
-          for (; block >= 0 && (block + 1) * Tile::kN > open; --block) step<true>(block);
+          for (; block >= first && (block + 1) * Tile::kN > open; --block) step<true>(block);
 #pragma unroll 1
-          for (; block >= 0; --block) step<false>(block);
+          for (; block >= first; --block) step<false>(block);
         }
       }
-      if constexpr (Tile::kOwnStrips) release_query();
+      if constexpr (!Tile::kQueryStrips) release_query();
       if (any) {
         if constexpr (!Tile::kTurns) rescale();
         add_values();
@@ -60,8 +60,12 @@ class RowsConsumer {
         pin_out();
         release(shared_.value_empty, value_place_);
       }
-      finish();
-      if constexpr (!Tile::kOwnStrips) {
+      if constexpr (Tile::kSplits) {
+        leave(order.pieces);
+      } else {
+        finish();
+      }
+      if constexpr (Tile::kQueryStrips) {
         fence_async_proxy();
         __syncwarp();  // the warp's results have left the query's place
         release_query();
@@ -243,6 +247,25 @@ class RowsConsumer {
     for (int half = 0; half < 2; ++half) {
       const int row = row_ + 8 * half;
       drop_fragment(scores_, half, p_.dropout, seed, work_->head_of(row), work_->query_of(row), block * (Tile::kN / 4));
+    }
+  }
+
+  // What a piece of the keys has summed, for rows_combine.
+  __device__ __forceinline__ void leave(const RowsPieces& pieces) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row_ + 8 * half;
+      const float sum = warp_sum<4>(sum_[half]);
+      if (row >= work_->rows) continue;
+      const int64_t place = work_->left + row;
+      if (col_ == 0) pieces.statistics[place] = make_float2(rows_[half].reference, sum);
+      if (sum == 0.0f) continue;
+      float* g_row = pieces.out + place * pieces.pitch + col_;
+#pragma unroll
+      for (int i = 0; i < 8 * Tile::kValueSteps; ++i) {  // pairs of columns, 8 apart
+        const float* pair = &out_[i / (8 * kPartSteps)][i % (8 * kPartSteps) * 4 + 2 * half];
+        if (8 * i < pieces.pitch) *reinterpret_cast<float2*>(g_row + 8 * i) = make_float2(pair[0], pair[1]);
+      }
     }
   }
 

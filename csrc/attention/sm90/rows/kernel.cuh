@@ -8,9 +8,12 @@
 // A fourth or third warpgroup's threads load: keys and values in rings of their own, and the query tiles. Blocks of keys that
 // a mask hides from all of the tile's rows are left out (mark.cuh).
 // CTAs stay and take tile after tile (RowsOrder); the next tile's operands come while this one ends.
+// Where rows are few and keys many, a tile is up to 64 rows and one piece of the keys, for one warpgroup. It leaves what it has
+// summed in the workspace, and rows_combine makes the output of that (combine.cu).
 // The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
 // wait_for_prerequisites nothing is read or written but shared memory and parameters.
-// Shared memory: RowsTile::Shared. Registers: 160, 232 or 240 a consumer thread (O 32 to 128, S 40 or 64, P 20 or 32).
+// Shared memory: RowsTile::Shared. Registers: 160, 232 or 240 a consumer thread (O 32 to 128, S 40 or 64, P 20 or 32); at most 255
+// where there is one consumer.
 #pragma once
 
 #include "attention/params.h"
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
-    give_registers<Tile::producer_registers(kGeneral)>();
+    if constexpr (Tile::kConsumers > 1) give_registers<Tile::producer_registers(kGeneral)>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (!elect_thread()) return;
     if (warp == 0) {
@@ -57,7 +60,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       load_query_rows<Tile>(p, maps, shared, order);
     }
   } else {
-    take_registers<Tile::consumer_registers(kGeneral)>();
+    if constexpr (Tile::kConsumers > 1) take_registers<Tile::consumer_registers(kGeneral)>();
     RowsConsumer<Tile, kGeneral>(p, shared, warpgroup).run(order);
   }
 #else

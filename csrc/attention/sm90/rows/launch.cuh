@@ -12,9 +12,9 @@ namespace attention_ext {
 
 // The marks of a call's mask, in the workspace; none where the plan gives none (plan/forward.cpp).
 template <class Tile>
-cudaError_t mark(const ForwardParams& params, RowsMarks& marks, cudaStream_t stream) {
-  marks.data = static_cast<uint8_t*>(params.workspace);
-  if (marks.data == nullptr) return cudaSuccess;
+cudaError_t mark(const ForwardParams& params, const RowsWorkspace& plan, RowsMarks& marks, cudaStream_t stream) {
+  if (plan.mark_bytes == 0) return cudaSuccess;
+  marks.data = static_cast<uint8_t*>(params.workspace) + plan.mark_offset;
   const int64_t rows = params.mask.row_stride == 0 ? 1 : params.L;
   const RowsMarkSizes sizes = rows_mark_sizes(true, rows, params.S, Tile::kN);
   marks.rows = static_cast<int>(sizes.rows);
@@ -34,7 +34,8 @@ cudaError_t mark(const ForwardParams& params, RowsMarks& marks, cudaStream_t str
 }
 
 template <class Tile, bool kGeneral>
-cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64_t sms, cudaStream_t stream) {
+cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
+                        cudaStream_t stream) {
   RowsMaps maps;
   const int group = params.key.group;
   cudaError_t status =
@@ -57,12 +58,12 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64
   constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
   const int64_t head_bytes = params.S * (params.E + params.Ev) * static_cast<int64_t>(sizeof(typename Tile::T));
   const int64_t section = std::max(kSectionBytes / head_bytes, ceil_div(kSectionRounds * sms * heads, grid.tiles));
-  const RowsOrder order = {static_cast<uint32_t>(grid.tiles),
-                           params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1};
+  RowsOrder order = {
+      static_cast<uint32_t>(grid.tiles), params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1, {}};
 
   RowsMarks marks = {};
   if constexpr (kGeneral) {
-    status = mark<Tile>(params, marks, stream);
+    status = mark<Tile>(params, plan, marks, stream);
     if (status != cudaSuccess) return status;
   }
 
@@ -72,14 +73,36 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsGrid& grid, int64
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(std::min(grid.tiles, sms)));
   config.blockDim = dim3(Tile::kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = grid.rounds == 1 ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, params, maps, marks, order);
-  return cudaGetLastError();
+  const auto launch = [&](int64_t tiles) {
+    order.tiles = static_cast<uint32_t>(tiles);
+    config.gridDim = dim3(static_cast<unsigned>(std::min(tiles, sms)));
+    config.numAttrs = tiles <= sms ? 1 : 0;
+    cudaLaunchKernelEx(&config, kernel, params, maps, marks, order);
+    return cudaGetLastError();
+  };
+  if constexpr (!Tile::kSplits) return launch(grid.tiles);
+
+  order.heads_of_section = 1;
+  auto* out = static_cast<float*>(params.workspace);
+  order.pieces = {out,
+                  reinterpret_cast<float2*>(out + plan.rows * plan.pitch),
+                  static_cast<int>(plan.split.pieces),
+                  plan.split.blocks,
+                  static_cast<int>(plan.pitch),
+                  0};
+  for (int64_t first = 0; first < heads; first += plan.groups) {
+    const int64_t groups = std::min(plan.groups, heads - first);
+    order.pieces.first_group = static_cast<uint32_t>(first);
+    status = launch(grid.tiles / heads * groups);
+    if (status != cudaSuccess) return status;
+    status = rows_combine(params, order.pieces, groups, kGeneral ? 1.0f : static_cast<float>(params.scale), stream);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
 
 template <int kClass>
@@ -87,14 +110,27 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
   const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr ||
                        params.sequence.key_lengths != nullptr || !scales_exponents(static_cast<float>(params.scale));
   const int64_t sms = current_device_info().sms;
-  const RowsGrid grid = rows_grid(kClass, general, params.N, params.key.group, params.L, sms);
+  int64_t mask_matrices = 1;
+  for (int dim = 0; dim < params.batch.count; ++dim) {
+    if (params.mask.batch_stride[dim] != 0) mask_matrices *= params.batch.size[dim];
+  }
+  const RowsWorkspace plan =
+      rows_workspace_of({params.N, params.L, params.S, params.E, params.Ev, params.key.group,
+                         params.mask_type != MaskType::kNone, params.mask.row_stride != 0, mask_matrices},
+                        params.workspace_bytes);
+  const RowsGrid grid = rows_grid(kClass, general, params.N, params.key.group, params.L, plan.split.pieces, sms);
   return dispatch_half_type(params.type, [&](auto element) {
     using T = decltype(element);
+    const auto launch = [&](auto tile) {
+      using Tile = decltype(tile);
+      return general ? launch_rows<Tile, true>(params, plan, grid, sms, stream)
+                     : launch_rows<Tile, false>(params, plan, grid, sms, stream);
+    };
+    if (plan.split.pieces > 1) return launch(RowsTile<T, kClass, kSplitRows>());
     if constexpr (kClass == 64) {
-      if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, false>(params, grid, sms, stream);
+      if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, false>(params, plan, grid, sms, stream);
     }
-    using Tile = RowsTile<T, kClass, 128>;
-    return general ? launch_rows<Tile, true>(params, grid, sms, stream) : launch_rows<Tile, false>(params, grid, sms, stream);
+    return launch(RowsTile<T, kClass, 128>());
   });
 }
 

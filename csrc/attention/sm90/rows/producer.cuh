@@ -36,7 +36,7 @@ class RowsProducer {
       }
       int before = -1;
 #pragma unroll 1
-      for (int block = work_.blocks() - 1; block >= 0; --block) {
+      for (int block = work_.end - 1; block >= work_.first_block(); --block) {
         int shows = p_.mask_type == MaskType::kNone ? kAllShown : kSomeShown;
         if constexpr (kGeneral) {
           if (marks_.data != nullptr) shows = shown(block);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void load_query_rows(const ForwardParams& p, const Ro
     // Free: of the tiles whose queries are released all but the last have been left.
     RowsWork<Tile>& work = shared.work[places.round() % Tile::kWorks];
     work.init(p, order, places.place());
-    work.find_heads(p);
+    work.find_heads(p, order);
     TensorPosition box;
     if (work.group == 1) {
       box.at[1] = work.first_row;

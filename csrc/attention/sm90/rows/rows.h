@@ -7,7 +7,7 @@
 
 namespace attention_ext {
 
-// E and Ev up to 256. Of a problem that the kernel's row of the table (plan/forward.cpp) does not refuse; no workspace.
+// E and Ev up to 256. Of a problem that the kernel's row of the table (plan/forward.cpp) does not refuse.
 cudaError_t rows_forward(const ForwardParams& params, cudaStream_t stream);
 
 cudaError_t rows_forward_64(const ForwardParams& params, cudaStream_t stream);

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/sm90/rows/pieces.h"
 #include "attention/visibility/key_range.cuh"
 #include "device/common/batch.cuh"
 #include "device/sm90/tma.cuh"
@@ -15,6 +16,7 @@ namespace attention_ext {
 struct RowsOrder {
   uint32_t tiles;
   int heads_of_section;  // of key; 1: the tiles of a head are adjacent
+  RowsPieces pieces;     // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
 };
 
 // One tile of work. It stays in shared memory, as registers are scarce.
@@ -25,7 +27,9 @@ struct RowsWork {
   int first_row;           // in the group's L * G rows
   int rows;                // that exist from there on
   int keys;                // that any row sees
+  int piece, begin, end;   // the piece of the keys, where they are split; its blocks
   int64_t mask, out, lse;  // offsets of the group's first head
+  int64_t left;            // where keys are split: the tile's first row among those that pieces leave
 
   __device__ __forceinline__ void init(const ForwardParams& p, const RowsOrder& order, uint32_t place) {
     group = p.key.group;
@@ -36,10 +40,24 @@ struct RowsWork {
     place -= section * of_section;
     n_group = section * order.heads_of_section + place % heads;
     first_row = (m_tiles - 1 - place / heads) * tile_rows;
+    if constexpr (Tile::kSplits) {
+      const uint32_t of_launch = n_group / order.pieces.count;
+      piece = n_group % order.pieces.count;
+      n_group = order.pieces.first_group + of_launch;
+    }
     rows = min(static_cast<int>(p.L) * group - first_row, tile_rows);
     keys = key_range(p.sequence, n_group * group, p.S).end_of_row(query_of(rows - 1));
+    end = (keys + Tile::kN - 1) / Tile::kN;
+    if constexpr (Tile::kSplits) {
+      begin = piece * order.pieces.blocks;
+      end = min(end, begin + order.pieces.blocks);
+    }
   }
-  __device__ __forceinline__ void find_heads(const ForwardParams& p) {
+  __device__ __forceinline__ void find_heads(const ForwardParams& p, const RowsOrder& order) {
+    if constexpr (Tile::kSplits) {
+      const int64_t pieces_before = static_cast<int64_t>(n_group - order.pieces.first_group) * order.pieces.count + piece;
+      left = pieces_before * (static_cast<int>(p.L) * group) + first_row;
+    }
     out = batch_offset(p.batch, p.out, n_group * group, 0);
     lse = batch_offset(p.batch, p.lse, n_group * group, 0);
     mask = p.mask_type == MaskType::kNone ? 0 : batch_offset(p.batch, p.mask, n_group * group, 0);
@@ -47,7 +65,7 @@ struct RowsWork {
   __device__ __forceinline__ int query_of(int row) const { return group == 1 ? first_row + row : (first_row + row) / group; }
   __device__ __forceinline__ int head_in_group(int row) const { return group == 1 ? 0 : (first_row + row) % group; }
   __device__ __forceinline__ uint32_t head_of(int row) const { return n_group * group + head_in_group(row); }
-  __device__ __forceinline__ int blocks() const { return (keys + Tile::kN - 1) / Tile::kN; }
+  __device__ __forceinline__ int first_block() const { return Tile::kSplits ? begin : 0; }
   // Keys that a row sees, and rows after the last one as that one.
   __device__ __forceinline__ int end_of_row(const Sequence& sequence, int row) const {
     return KeyRange{sequence.causal, keys}.end_of_row(query_of(min(row, rows - 1)));
@@ -106,15 +124,17 @@ struct RowsTile {
   static constexpr int kValueSteps = kShape.value_steps;
   static constexpr int kQueries = kShape.queries;
   static constexpr int kStages = kShape.stages;
-  static constexpr bool kTurns = kShape.turns;
+  static constexpr bool kSplits = kRows == kSplitRows;  // whether a tile has a piece of the keys, and leaves what it has summed
+  static constexpr bool kTurns = kShape.turns && kConsumers > 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // A consumer thread's and a producer's; the general instance's producer looks up hidden blocks.
+  // A consumer thread's and a producer's; the general instance's producer looks up hidden blocks. One consumer has enough without.
   static constexpr int consumer_registers(bool general) { return kConsumers == 3 ? 160 : general ? 232 : 240; }
   static constexpr int producer_registers(bool general) { return kConsumers == 3 ? 32 : general ? 40 : 24; }
   static_assert(128 * (kConsumers * consumer_registers(true) + producer_registers(true)) <= 65536,
                 "an SM has 65,536 registers");
   static_assert(128 * (kConsumers * consumer_registers(false) + producer_registers(false)) <= 65536, "the same");
-  static constexpr bool kOwnStrips = kShape.own_strips;
+  static constexpr bool kOwnStrips = kShape.own_strips && !kSplits;
+  static constexpr bool kQueryStrips = !kShape.own_strips && !kSplits;  // results leave through the query's place
 
   static constexpr int kWorks = kQueries + 2;
 
