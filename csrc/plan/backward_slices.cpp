@@ -82,7 +82,6 @@ class Planner {
     return even_cuts(total, std::max(round_up(ceil_div(total, pieces), tile), tile));
   }
   int64_t carried_of_key() const { return (sizes_.E + sizes_.Ev) * 4; }
-  int64_t query_carry() const { return sizes_.group * sizes_.L * sizes_.E * 4; }
 
   // Whole groups, or equal parts of one.
   void whole_matrices(bool of_rows, bool of_keys) {
@@ -101,13 +100,13 @@ class Planner {
   }
 
   void cut_matrices(bool of_rows, bool of_keys) {
-    const bool keys_whole = (sizes_.mask_grad || !of_keys) && of_rows;  // mask_grad wants whole rows; and dQ alone no carry
-    const int64_t key_carry = of_keys ? carried_of_key() : 0, query = of_rows ? query_carry() : 0;
+    const bool keys_whole = sizes_.mask_grad && of_rows;  // mask_grad wants whole rows
+    const int64_t key_carry = of_keys ? carried_of_key() : 0;
     constexpr int64_t kSlack = 4 * kWorkspaceAlignment;
     const Cuts all_rows = {0, sizes_.L}, all_keys = {0, sizes_.S};
     // Rows, by themselves.
     const int64_t room_of_rows = room_ - kSlack - key_carry * sizes_.S;
-    if (room_of_rows > 0 && (sizes_.S <= kPartKeys || keys_whole)) {
+    if (room_of_rows > 0 && (sizes_.S <= kPartKeys || keys_whole || !of_rows)) {
       const int64_t most = std::min(room_of_rows / (kScoreBytes * slice_pitch(sizes_.S)), kPartKeys);
       if (most > 0) {
         const int64_t tile = most >= kSliceTile ? kSliceTile : 1, pieces = ceil_div(sizes_.L, most / tile * tile);
@@ -120,17 +119,19 @@ class Planner {
     if (keys_whole) return;
     // Keys, by themselves, and with rows.
     const int64_t carried_alone = sizes_.group > 1 ? key_carry : 0;
-    const int64_t room = room_ - kSlack - query;
-    if (room <= 0) return;
-    if (sizes_.causal && sizes_.L <= kPartKeys)
-      consider(of_rows, of_keys, 1, all_rows, causal_keys(room, carried_alone), false);
+    const auto room_next_to = [&](int64_t rows) {  // of which dQ is carried
+      return std::max<int64_t>(room_ - kSlack - (of_rows ? (of_keys ? sizes_.group * sizes_.L : rows) * sizes_.E * 4 : 0), 0);
+    };
+    if (sizes_.causal && sizes_.L <= kPartKeys) {
+      consider(of_rows, of_keys, 1, all_rows, causal_keys(room_next_to(sizes_.L), carried_alone), false);
+    }
     int64_t tried = 0;
     for (int64_t row_pieces = 1; row_pieces <= ceil_div(sizes_.L, kSliceTile) && tried < 12;
          row_pieces += row_pieces < 8 ? 1 : row_pieces) {
       const int64_t rows = row_pieces == 1 ? sizes_.L : round_up(ceil_div(sizes_.L, row_pieces), kSliceTile);
       if (rows > kPartKeys) continue;
       const int64_t of_key = kScoreBytes * rows + (row_pieces == 1 ? carried_alone : key_carry);
-      const int64_t most = std::min(room / of_key, kPartKeys) / kSliceTile * kSliceTile;
+      const int64_t most = std::min(room_next_to(rows) / of_key, kPartKeys) / kSliceTile * kSliceTile;
       if (most < kSliceTile) continue;
       const int64_t tile = most >= kWgmmaTileCols ? kWgmmaTileCols : kSliceTile,
                     pieces = ceil_div(sizes_.S, most / tile * tile);
@@ -171,15 +172,16 @@ class Planner {
   void consider(bool of_rows, bool of_keys, int64_t batches, Cuts rows, Cuts keys, bool whatever) {
     BackwardPass pass = {of_rows, of_keys, batches, std::move(rows), std::move(keys)};
     int64_t bytes = 0, of_group = 0;  // ns
-    const int64_t key_heads = std::max<int64_t>(batches / sizes_.group, 1), turns = ceil_div(sizes_.group, batches);
+    const int64_t group = pass.group(sizes_), key_heads = std::max<int64_t>(batches / group, 1),
+                  turns = ceil_div(group, batches);
     const bool fits = for_each_part(sizes_, pass, [&](const SlicePart& part) {
       bytes = std::max(bytes, slice_places(sizes_, pass, part).end);
       of_group += turns * slice_ns(pass, part, batches);
       return whatever || bytes <= room_;
     });
     if (!fits) return;
-    const int64_t rest = batches >= sizes_.group ? sizes_.N % batches : 0;
-    int64_t ns = sizes_.N / sizes_.group / key_heads * of_group;
+    const int64_t rest = batches >= group ? sizes_.N % batches : 0;
+    int64_t ns = sizes_.N / group / key_heads * of_group;
     if (rest > 0) {
       for_each_part(sizes_, pass, [&](const SlicePart& part) {
         ns += slice_ns(pass, part, rest);
@@ -195,7 +197,7 @@ class Planner {
   int64_t slice_ns(const BackwardPass& pass, const SlicePart& part, int64_t batches) const {
     const int64_t rows = part.row_end - part.row_begin, keys = part.key_end - part.key_begin;
     const int64_t row_tiles = ceil_div(rows, kWgmmaTileRows), key_tiles = ceil_div(keys, kWgmmaTileRows);
-    const int64_t heads = std::min(sizes_.group, batches), hidden = sizes_.causal ? hidden_scores(part) : 0;
+    const int64_t heads = std::min(pass.group(sizes_), batches), hidden = sizes_.causal ? hidden_scores(part) : 0;
     if (part.hidden || rows <= 0 || keys <= 0) return kLaunchNs;
     const int64_t seen = std::max<int64_t>(rows * keys - hidden, 1);
     const int64_t score_tiles =
@@ -232,7 +234,7 @@ SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, c
   const int64_t array =
       part.hidden ? 0 : round_up(pass.batches * rows * slice_pitch(keys) * (kScoreBytes / 2), kWorkspaceAlignment);
   SlicePlaces at = {};
-  if (carries_query(pass)) at.key_carry = round_up(sizes.group * sizes.L * sizes.E * 4, kWorkspaceAlignment);
+  if (carries_query(pass)) at.key_carry = round_up(pass.group(sizes) * part.carried_rows * sizes.E * 4, kWorkspaceAlignment);
   at.probabilities = at.key_carry;
   if (carries_keys(sizes, pass)) at.probabilities += round_up(keys * (sizes.E + sizes.Ev) * 4, kWorkspaceAlignment);
   at.score_grad = at.probabilities + array;

@@ -18,7 +18,8 @@ struct BackwardSizes {
   bool causal, mask_grad;
 };
 
-// The order of slices: key heads, as many as there are in `batches`, then keys, then rows, then query heads of the group.
+// The order of slices: key heads, as many as there are in `batches`, then keys, then rows, then query heads of the group. Where only
+// dQ is made, groups do not matter, and rows come before keys, so that what is carried is that of one slice's rows.
 struct BackwardPass {
   bool of_rows, of_keys;            // makes dQ, and mask_grad; makes dK and dV
   int64_t batches = 1;              // query heads of a slice: whole groups, or an equal part of one
@@ -26,11 +27,12 @@ struct BackwardPass {
 
   bool cuts_rows() const { return rows.size() > 2; }
   bool cuts_keys() const { return keys.size() > 2; }
+  int64_t group(const BackwardSizes& sizes) const { return of_keys ? sizes.group : 1; }
 };
 
 struct BackwardPlan {
   std::vector<BackwardPass>
-      passes;         // one that makes everything; or, where nothing can be carried, one for dQ and one for dK and dV
+      passes;         // one that makes everything; or, where what is carried is too large, one for dQ and one for dK and dV
   int64_t slices_at;  // bytes: where slices begin, after delta, norm and the ticket
   int64_t bytes;
   int64_t ns;  // estimated, of the kernels that a slice has
@@ -45,6 +47,7 @@ struct SlicePlaces {
 // sees. hidden: no row sees any key, and the only thing to do is that dK and dV become 0.
 struct SlicePart {
   int64_t row_begin, row_end, key_begin, key_end;
+  int64_t carried_begin, carried_rows;  // of dQ in its carry, for each query head
   bool hidden;
 };
 
@@ -57,18 +60,23 @@ SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, c
 // Visits the slices' rows and keys in order; false from visit ends it.
 template <class Visit>
 bool for_each_part(const BackwardSizes& sizes, const BackwardPass& pass, const Visit& visit) {
-  for (size_t key = 0; key + 1 < pass.keys.size(); ++key) {
-    for (size_t row = 0; row + 1 < pass.rows.size(); ++row) {
-      SlicePart part = {pass.rows[row], pass.rows[row + 1], pass.keys[key], pass.keys[key + 1], false};
-      if (sizes.causal) {
-        // To whole tiles of keys, so that what is carried of a tile has one beginning.
-        if (part.row_end < sizes.L) part.key_end = std::min(part.key_end, round_up(part.row_end, kSliceTile));
-        if (part.key_end <= part.key_begin) continue;
-        part.hidden = part.key_begin >= part.row_end;
-        if (!part.hidden) part.row_begin = std::max(part.row_begin, part.key_begin);
-      }
-      if (!visit(part)) return false;
+  const size_t row_parts = pass.rows.size() - 1, key_parts = pass.keys.size() - 1, inner = pass.of_keys ? row_parts : key_parts;
+  for (size_t i = 0; i < row_parts * key_parts; ++i) {
+    const size_t row = pass.of_keys ? i % inner : i / inner, key = pass.of_keys ? i / inner : i % inner;
+    SlicePart part = {pass.rows[row], pass.rows[row + 1], pass.keys[key], pass.keys[key + 1], 0, sizes.L, false};
+    if (!pass.of_keys) {
+      part.carried_begin = part.row_begin;
+      part.carried_rows = part.row_end - part.row_begin;
     }
+    if (sizes.causal) {
+      // To whole tiles of keys, so that what is carried of a tile has one beginning.
+      if (part.row_end < sizes.L) part.key_end = std::min(part.key_end, round_up(part.row_end, kSliceTile));
+      if (part.key_end <= part.key_begin) continue;
+      part.hidden = part.key_begin >= part.row_end;
+      if (part.hidden && !pass.of_keys) continue;
+      if (!part.hidden) part.row_begin = std::max(part.row_begin, part.key_begin);
+    }
+    if (!visit(part)) return false;
   }
   return true;
 }

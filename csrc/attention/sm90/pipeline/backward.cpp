@@ -3,8 +3,8 @@
 //
 // plan/backward_slices.h cuts the call into slices of as many scores as the workspace holds, of all keys and rows or of some. What
 // lies in several slices is carried in float: dQ where keys are cut, dK and dV where rows or query heads are. So a score is made
-// once. Only where nothing can be carried, one pass makes dQ and another dK and dV.
-// Workspace: delta and norm, (N, L) in float; the ticket; then what is carried, of dQ (group, L, E) and of dK and dV (keys, E + Ev),
+// once. Only where that is too large, one pass makes dQ and another dK and dV.
+// Workspace: delta and norm, (N, L) in float; the ticket; then what is carried, of dQ (group, rows, E) and of dK and dV (keys, E + Ev),
 // and of a slice P and dS, (batches, rows, pitch) in the tensors' dtype.
 #include "attention/sm90/pipeline/backward.h"
 
@@ -63,7 +63,7 @@ class Run {
   }
 
   cudaError_t run_pass(const BackwardPass& pass) const {
-    const int64_t group = params_.key_group;
+    const int64_t group = pass.group(sizes_);
     cudaError_t status = cudaSuccess;
     for (int64_t first = 0; first < params_.N; first += std::max(group, pass.batches)) {
       const int64_t end = std::min(first + std::max(group, pass.batches), params_.N);
@@ -137,7 +137,7 @@ class Run {
     gradients.of[kGradKey] = {params_.grad_key, E, params_.scale, nullptr, E + Ev};
     gradients.of[kGradValue] = {params_.grad_value, Ev, factor, nullptr, E + Ev};
     if (carries_query(pass)) {
-      const int64_t row = slice.batch_begin % params_.key_group * params_.L + slice.row_begin;
+      const int64_t row = slice.batch_begin % pass.group(sizes_) * part.carried_rows + slice.row_begin - part.carried_begin;
       gradients.of[kGradQuery].sums = reinterpret_cast<float*>(slices_) + row * E;
     }
     if (carries_keys(sizes_, pass)) {
