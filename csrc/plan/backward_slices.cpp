@@ -218,7 +218,10 @@ class Planner {
     int64_t carried = 0;  // bytes, read and written
     if (carries_query(pass)) carried += 2 * batches * rows * sizes_.E * 4;
     if (carries_keys(sizes_, pass)) carried += 2 * keys * carried_of_key();
-    return (scores + gradients) * kStepNs / 8 + carried / kBytesPerNs + 2 * kLaunchNs;
+    // Of 2 bytes an element: rows are read twice of query and grad_out, keys of key and once of value, and gradients are written.
+    const int64_t bytes = 10 * batches * seen + 2 * batches * rows * (3 * sizes_.E + 2 * sizes_.Ev) +
+                          2 * batches / heads * keys * (3 * sizes_.E + 2 * sizes_.Ev);
+    return std::max((scores + gradients) * kStepNs / 8, bytes / kBytesPerNs) + carried / kBytesPerNs + 2 * kLaunchNs;
   }
 
   const BackwardSizes& sizes_;

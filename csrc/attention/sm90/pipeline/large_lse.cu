@@ -33,8 +33,6 @@ struct LargeLseShared {
 template <class T>
 constexpr float kTolerance = weight_scale(kDataType<T>) > 1.0f ? 1.0f / 1024 : 1.0f / 128;
 
-__device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kLargeLse && !isinf(lse); }
-
 struct LargeLseMaps {
   CUtensorMap query, key;
 };
@@ -54,6 +52,7 @@ struct LargeLse {
     divide(first_tile + tile, row_tiles, matrix, m);
     return score_place<Tile>(p.slice, p.sequence, {matrix, static_cast<int>(m), n});
   }
+  static __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kLargeLse && !isinf(lse); }
   __device__ __forceinline__ float lse_of(const ScorePlace& at, int row) const {
     const float* g_lse = static_cast<const float*>(p.lse.data) + batch_offset(p.batch, p.lse, at.n, at.slice_index);
     return row < at.rows ? g_lse[(at.row + row) * p.lse.row_stride] : 0.0f;
