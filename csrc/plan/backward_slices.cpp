@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "plan/cost.h"
 #include "plan/slices.h"
 
 namespace attention_ext {
@@ -181,7 +182,7 @@ class Planner {
     });
     if (!fits) return;
     const int64_t rest = batches >= group ? sizes_.N % batches : 0;
-    int64_t ns = sizes_.N / group / key_heads * of_group;
+    int64_t ns = times(sizes_.N / group / key_heads, of_group);
     if (rest > 0) {
       for_each_part(sizes_, pass, [&](const SlicePart& part) {
         ns += slice_ns(pass, part, rest);
