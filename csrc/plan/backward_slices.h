@@ -18,8 +18,8 @@ struct BackwardSizes {
   bool causal, mask_grad;
 };
 
-// The order of slices: key heads, as many as there are in `batches`, then keys, then rows, then query heads of the group. Where only
-// dQ is made, groups do not matter, and rows come before keys, so that what is carried is that of one slice's rows.
+// The order of slices: key heads, as many as there are in `batches`, then keys, then rows, then query heads of the group. Where
+// only dQ is made, groups do not matter, and rows come before keys, so that what is carried is that of one slice's rows.
 struct BackwardPass {
   bool of_rows, of_keys;            // makes dQ, and mask_grad; makes dK and dV
   int64_t batches = 1;              // query heads of a slice: whole groups, or an equal part of one

@@ -27,6 +27,16 @@ CASES = {
 }
 
 
+def test_it_is_chosen() -> None:
+    if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
+        pytest.skip("this build has no kernels for Hopper")
+    typical = {"N": 8, "L": 1024, "S": 1024, "E": 512, "Ev": 512}
+    for more in ({}, {"causal": 1}, {"E": 128, "Ev": 128, "N": 64}, {"L": 1 << 18, "S": 1 << 18}):
+        names, values = zip(*(typical | more).items(), strict=True)
+        kernel, *_ = torch.ops.attention_ext.plan("backward", names, values, 90, 132, 1 << 27)
+        assert kernel == "sm90_pipeline", more
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cap", [1 << 27, 3 << 20, 2 << 20, 1_300_000, 600_000, 1], ids=str)
 @pytest.mark.parametrize("name", CASES)

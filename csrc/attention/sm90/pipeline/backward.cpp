@@ -4,8 +4,8 @@
 // plan/backward_slices.h cuts the call into slices of as many scores as the workspace holds, of all keys and rows or of some. What
 // lies in several slices is carried in float: dQ where keys are cut, dK and dV where rows or query heads are. So a score is made
 // once. Only where that is too large, one pass makes dQ and another dK and dV.
-// Workspace: delta and norm, (N, L) in float; the ticket; then what is carried, of dQ (group, rows, E) and of dK and dV (keys, E + Ev),
-// and of a slice P and dS, (batches, rows, pitch) in the tensors' dtype.
+// Workspace: delta and norm, (N, L) in float; the ticket; then what is carried, of dQ (group, rows, E) and of dK and dV
+// (keys, E + Ev), and of a slice P and dS, (batches, rows, pitch) in the tensors' dtype.
 #include "attention/sm90/pipeline/backward.h"
 
 #include "attention/pipeline/stage.h"
