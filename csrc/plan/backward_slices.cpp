@@ -260,14 +260,20 @@ BackwardPlan plan_backward_slices(const BackwardSizes& sizes, int64_t cap, int64
     plan.ns += planner.ns();
   };
   Planner all(sizes, room, sms);
-  if (all.find(true, true)) {
+  const bool found = all.find(true, true);
+  // Next to a large carry there may be room for small slices only: two passes may then be faster.
+  if (found && !(all.pass().cuts_rows() && (all.pass().cuts_keys() || sizes.mask_grad))) {
     add(all);
   } else {
     Planner rows(sizes, room, sms), keys(sizes, room, sms);
     if (!rows.find(true, false)) rows.take_least(true, false);
     if (!keys.find(false, true)) keys.take_least(false, true);
-    add(rows);
-    add(keys);
+    if (found && all.ns() <= rows.ns() + keys.ns()) {
+      add(all);
+    } else {
+      add(rows);
+      add(keys);
+    }
   }
   plan.bytes = plan.slices_at + most;
   return plan;
