@@ -15,8 +15,12 @@ import zipfile
 from pathlib import Path
 
 PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "key_value_grad_kernel", "tiled_linear_kernel")
-# Kernels that multiply by wgmma and load by TMA: code for sm_90a, and for other cards, which never launch them, a trap.
-WGMMA_PRODUCTS = ("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork")
+# Kernels that multiply by wgmma and load by TMA: code for sm_90a, and for other cards, which never launch them, a trap. One has the
+# length that precedes its mangled name, as another ends like it.
+WGMMA_PRODUCTS = (
+    *("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork"),
+    *("score_gradients_kernel", "16gradients_kernel", "large_lse_kernel"),
+)
 SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma
 SPLIT = "SplitHalfWgmmaTile"  # of WgmmaLinearWork: float operands as two half terms
 FUSED = ("fused_forward_kernel", "rows_forward_kernel")

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from .._dispatch import call_kernel, redispatch
-from .._log import log_call
+from .._log import log_call, log_wanted
 from .._torch_private import keyset_of
+from .._transforms import wraps
 from .call import AttentionCall
 from .limits import backward_kernel_name
 
@@ -45,14 +46,15 @@ class Attention(torch.autograd.Function):
         call, needs = given.expanded(), ctx.needs_input_grad
         summed = call.query.dtype.itemsize == 2 and call is not given
         kernel_name = backward_kernel_name(call.kernel_name)
-        log_backward(call.query, kernel_name)
         options = call.options | ({} if kernel_name == call.kernel_name else {"kernel_name": kernel_name})
         options |= {name: True for name, wanted in (("mask_grad", needs[3]), ("wide_grads", summed)) if wanted}
         backward: Any = _BACKWARD
         if not (torch.is_grad_enabled() or torch.compiler.is_compiling()):  # spare the host what only a second derivative needs
             backward = partial(call_kernel, backward)
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grads = backward(grad_out, grad_lse, *call[:4], out, lse, *call[4:7], **options)
+        grad_out = torch.zeros_like(out) if grad_out is None else _with_rows(grad_out)
+        arguments = (grad_out, grad_lse, *call[:4], out, lse, *call[4:7])
+        log_backward(*arguments, **options)
+        grads = backward(*arguments, **options)
         if call is not given:
             grads = [*(_sum_to(grad, t) for grad, t in zip(grads, given[:3], strict=False)), grads[3]]
         return (*[grad if need else None for grad, need in zip(grads, needs, strict=False)], *_NO_GRADS)
@@ -81,9 +83,23 @@ def _sum_to(grad: Tensor, operand: Tensor) -> Tensor:
     return grad.to(operand.dtype)
 
 
-def log_backward(query: Tensor, kernel_name: str) -> None:
-    reason = "it is the only kernel with a gradient" if kernel_name == "auto" else "kernel_name asked for it"
-    log_call("sdpa_backward", query, "pipeline" if query.is_cuda else "reference", reason)
+def _with_rows(grad_out: Tensor) -> Tensor:
+    """A copy of the gradient of a sum, one number that all strides of 0 repeat: kernels that load whole rows then take it."""
+    return grad_out.contiguous() if grad_out.is_cuda and grad_out.dtype.itemsize == 2 and grad_out.stride(-1) == 0 else grad_out
+
+
+def log_backward(*arguments: Any, **options: Any) -> None:
+    """The log of a call of sdpa_backward."""
+    if not log_wanted():
+        return
+    query = arguments[2]
+    if query.is_cuda and not wraps(query):  # the code that chooses for the call itself
+        kernel, reason = call_kernel(torch.ops.attention_ext.sdpa_backward_plan.default, *arguments, **options)
+    else:
+        asked = options.get("kernel_name", "auto") != "auto"
+        kernel = "sdpa_backward" if query.is_cuda else "reference"
+        reason = "kernel_name asked for it" if asked else f"that is the plan for {query.device.type} tensors"
+    log_call("sdpa_backward", query, kernel, reason)
 
 
 def attend(call: AttentionCall) -> tuple[Tensor, Tensor]:

@@ -68,13 +68,9 @@ def _backward_fake(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     return empty_grads(call, mask_grad, wide_grads)
 
 
-def _log_backward(*arguments: Any, **options: Any) -> None:
-    log_backward(arguments[2], options.get("kernel_name", "auto"))
-
-
 def _backward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     _check_backward(*arguments, **options)
-    _log_backward(*arguments, **options)
+    log_backward(*arguments, **options)
     grads: tuple[Tensor, ...]
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
         grads = AttentionGrad.apply(options, *arguments)
@@ -142,4 +138,4 @@ def register(library: torch.library.Library) -> None:
         library.impl(name, _autocast(operator, "cuda"), "AutocastCUDA")
         torch.library.register_vmap(f"attention_ext::{name}", _vmap(operator), lib=library)
     register_operator(library, "sdpa_forward", _forward_cpu, _forward_autograd, _forward_fake, _log_forward)
-    register_operator(library, "sdpa_backward", _backward_cpu, _backward_autograd, _backward_fake, _log_backward)
+    register_operator(library, "sdpa_backward", _backward_cpu, _backward_autograd, _backward_fake, log_backward)

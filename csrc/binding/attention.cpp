@@ -126,17 +126,23 @@ void clear(const char* op, const Tensor& tensor, cudaStream_t stream, int32_t de
   if (bytes > 0) check_status(op, cudaMemsetAsync(data_of(tensor), 0, bytes, stream), device);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
-                                                         Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
-                                                         OptionalTensor seed, double dropout_p, bool is_causal,
-                                                         std::optional<double> scale, bool enable_gqa, bool mask_grad,
-                                                         bool wide_grads, int64_t workspace_bytes, std::string kernel_name,
-                                                         OptionalTensor key_lengths) {
-  const char* op = "sdpa_backward";
-  BackwardParams params = {};
+// A backward call: what the kernels get, but for the workspace, and which of them runs.
+struct BackwardCall {
+  BackwardParams params;
+  size_t row;                                          // of kBackwardKernels
+  Tensor grad_query, grad_key, grad_value, grad_mask;  // allocated if the call is to run
+};
+
+// As forward_call. reason: null for a call that runs.
+BackwardCall backward_call(const Tensor& grad_out, const OptionalTensor& grad_lse, const Tensor& query, const Tensor& key,
+                           const Tensor& value, const OptionalTensor& attn_mask, const Tensor& out, const Tensor& lse,
+                           const OptionalTensor& seed, double dropout_p, bool is_causal, std::optional<double> scale,
+                           bool enable_gqa, bool mask_grad, bool wide_grads, int64_t workspace_bytes,
+                           const std::string& kernel_name, const OptionalTensor& key_lengths, std::string* reason) {
+  BackwardCall call = {};
+  BackwardParams& params = call.params;
   params.type = check_inputs(query, key, &value, enable_gqa);
   const int32_t device = query.get_device_index();
-  const OperatorScope scope(device);
   const ScalarType type = query.scalar_type(), accumulator = accumulator_type(params.type);
   Views views(enable_gqa);
   views.broadcast("query", query, 2);
@@ -176,9 +182,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
 
   const ScalarType grad_type = wide_grads ? accumulator : type;
   params.wide_grads = wide_grads;
-  Tensor grad_query = allocate(sizes_of(query), layout_like(sizes_of(query), query), grad_type, device);
-  Tensor grad_key = allocate(key_sizes, layout_like(key_sizes, key), grad_type, device);
-  Tensor grad_value = allocate(value_sizes, layout_like(value_sizes, value), grad_type, device);
 
   views.add(params.query, query);
   views.add(params.key, key);
@@ -187,42 +190,78 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, Option
   views.add(params.grad_out, grad_out);
   views.add(params.lse, lse, 1);
   if (has_grad_lse) views.add(params.grad_lse, *grad_lse, 1);
-  views.add(params.grad_query, grad_query);
-  views.add(params.grad_key, grad_key);
-  views.add(params.grad_value, grad_value);
+  const auto add_result = [&](MatrixView& view, Tensor& grad, const Sizes& sizes, const Tensor& like, ScalarType grad_dtype) {
+    const Sizes strides = layout_like(sizes, like);
+    if (reason == nullptr) grad = allocate(sizes, strides, grad_dtype, device);
+    views.add(view, reason == nullptr ? data_of(grad) : nullptr, sizes, strides, grad_dtype);
+  };
+  add_result(params.grad_query, call.grad_query, sizes_of(query), query, grad_type);
+  add_result(params.grad_key, call.grad_key, key_sizes, key, grad_type);
+  add_result(params.grad_value, call.grad_value, value_sizes, value, grad_type);
   params.mask_type = check_mask(attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
 
-  const cudaStream_t stream = current_stream(device);
-  Tensor grad_mask;
   if (mask_grad) {
     if (params.mask_type == MaskType::kNone || params.mask_type == MaskType::kBool) {
       fail("mask_grad", "False where attn_mask is None or of dtype bool", "True");
     }
-    const Sizes sizes = sizes_of(*attn_mask);
-    grad_mask = allocate(sizes, layout_like(sizes, *attn_mask), attn_mask->scalar_type(), device);
-    views.add(params.mask_grad, grad_mask);
-  } else {
-    grad_mask = allocate({0}, {1}, type, device);
+    add_result(params.mask_grad, call.grad_mask, sizes_of(*attn_mask), *attn_mask, attn_mask->scalar_type());
+  } else if (reason == nullptr) {
+    call.grad_mask = allocate({0}, {1}, type, device);
   }
   views.finish(params.batch);
+  params.workspace_bytes = workspace_bytes;
   Problem problem = problem_of(params, params.key_group, params.value_group);
   problem.grad_out = operand_of(params.batch, params.grad_out, params.L, element_bytes(params.type));
-  const size_t row = choose_row(kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes);
-  const BackwardLauncher& kernel = kBackwardLaunchers[row];
+  call.row = choose_row(kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes, reason);
+  return call;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> sdpa_backward(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
+                                                         Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
+                                                         OptionalTensor seed, double dropout_p, bool is_causal,
+                                                         std::optional<double> scale, bool enable_gqa, bool mask_grad,
+                                                         bool wide_grads, int64_t workspace_bytes, std::string kernel_name,
+                                                         OptionalTensor key_lengths) {
+  const char* op = "sdpa_backward";
+  check_defined("query", query);
+  const int32_t device = query.get_device_index();
+  const OperatorScope scope(device);
+  BackwardCall call =
+      backward_call(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, scale, enable_gqa,
+                    mask_grad, wide_grads, workspace_bytes, kernel_name, key_lengths, nullptr);
+  BackwardParams& params = call.params;
+  const BackwardLauncher& kernel = kBackwardLaunchers[call.row];
+  const cudaStream_t stream = current_stream(device);
+  const Tensor& grad_mask = call.grad_mask;
   if (params.N > 0 && params.L > 0) {
-    params.workspace_bytes = workspace_bytes;
     Tensor workspace = allocate_bytes(kernel.workspace(params), device), mask_sums = grad_mask;
     params.workspace = data_of(workspace);
     if (mask_grad && kernel.sums_mask(params)) {  // in the result itself if that is its dtype
       const Sizes sizes = sizes_of(grad_mask);
+      const ScalarType accumulator = accumulator_type(params.type);
       if (grad_mask.scalar_type() != accumulator) mask_sums = allocate(sizes, strides_of(grad_mask), accumulator, device);
       params.mask_sums = data_of(mask_sums);
     }
     check_status(op, kernel.run(params, stream), device);
   } else {  // no query reads the keys
-    for (const Tensor& grad : {grad_key, grad_value, grad_mask}) clear(op, grad, stream, device);
+    for (const Tensor& grad : {call.grad_key, call.grad_value, grad_mask}) clear(op, grad, stream, device);
   }
-  return {grad_query, grad_key, grad_value, grad_mask};
+  return {call.grad_query, call.grad_key, call.grad_value, grad_mask};
+}
+
+// What sdpa_backward would run for these arguments.
+std::tuple<std::string, std::string> sdpa_backward_plan(Tensor grad_out, OptionalTensor grad_lse, Tensor query, Tensor key,
+                                                        Tensor value, OptionalTensor attn_mask, Tensor out, Tensor lse,
+                                                        OptionalTensor seed, double dropout_p, bool is_causal,
+                                                        std::optional<double> scale, bool enable_gqa, bool mask_grad,
+                                                        bool wide_grads, int64_t workspace_bytes, std::string kernel_name,
+                                                        OptionalTensor key_lengths) {
+  check_defined("query", query);
+  std::string reason;
+  const BackwardCall call =
+      backward_call(grad_out, grad_lse, query, key, value, attn_mask, out, lse, seed, dropout_p, is_causal, scale, enable_gqa,
+                    mask_grad, wide_grads, workspace_bytes, kernel_name, key_lengths, &reason);
+  return {kBackwardKernels[call.row].name, reason};
 }
 
 }  // namespace
@@ -232,4 +271,5 @@ STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
   m.impl("sdpa_forward", TORCH_BOX(&attention_ext::sdpa_forward));
   m.impl("sdpa_backward", TORCH_BOX(&attention_ext::sdpa_backward));
   m.impl("sdpa_plan", TORCH_BOX(&attention_ext::sdpa_plan));
+  m.impl("sdpa_backward_plan", TORCH_BOX(&attention_ext::sdpa_backward_plan));
 }

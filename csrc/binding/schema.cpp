@@ -173,6 +173,11 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "sdpa_plan(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, *, "
       "float? scale=None, bool enable_gqa=False, int workspace_bytes=134217728, str kernel_name=\"auto\", "
       "Tensor? key_lengths=None) -> (str kernel, str reason, int workspace, bool preferred)");
+  m.def(
+      "sdpa_backward_plan(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, Tensor? attn_mask, "
+      "Tensor out, Tensor lse, Tensor? seed, float dropout_p, bool is_causal, *, float? scale=None, "
+      "bool enable_gqa=False, bool mask_grad=False, bool wide_grads=False, "
+      "int workspace_bytes=134217728, str kernel_name=\"auto\", Tensor? key_lengths=None) -> (str kernel, str reason)");
   m.def("linear_plan(Tensor input, Tensor weight, Tensor? bias) -> (str kernel, str reason)");
   m.def("build_info() -> (str, str, int, str)");
   // Rules of the kernels that the checks in Python ask for, told by sizes and strides alone.

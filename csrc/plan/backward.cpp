@@ -1,5 +1,6 @@
 // The backward's table of kernels. Their drivers plan their workspaces (backward.cpp in attention/pipeline/ and
 // attention/sm90/pipeline/).
+#include "plan/backward_slices.h"
 #include "plan/cost.h"
 #include "plan/kernels.h"
 
@@ -16,16 +17,25 @@ std::string wgmma_refuses(const Problem& p) {
 }
 
 // Five products where the forward has two; not fitted.
-template <bool kWgmma>
-int64_t cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  return times(5, pipeline_cost(p, card, cap, kWgmma)) / 2;
+int64_t pipeline_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
+  return times(5, pipeline_cost(p, card, cap, false)) / 2;
+}
+
+// What its slices take, and before them delta of all rows.
+int64_t wgmma_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
+  constexpr int64_t kFirst = 20000, kBytesPerNs = 2700, kMostScores = int64_t{1} << 42;  // of which slices can be counted
+  if (p.empty()) return kFirst;
+  if (times(p.L, p.S) > kMostScores) return times(5, pipeline_cost(p, card, cap, true)) / 2;
+  const BackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal, false};
+  const int64_t delta = times(p.N, p.L, 4 * p.Ev) / kBytesPerNs;
+  return std::min(kFirst + delta + plan_backward_slices(sizes, cap, card.sms).ns, kMostCost);
 }
 
 }  // namespace
 
 const BackwardTable kBackwardKernels = {{
-    {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, nullptr, cost<false>},
-    {"sm90_pipeline", 90, wgmma_refuses, nullptr, nullptr, cost<true>},
+    {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, nullptr, pipeline_backward_cost},
+    {"sm90_pipeline", 90, wgmma_refuses, nullptr, nullptr, wgmma_backward_cost},
 }};
 
 }  // namespace attention_ext

@@ -20,7 +20,14 @@ def names() -> list[str]:
     fused = [f"_Z20fused_forward_kernelIN9FusedTileI{t}Li{w}EEELb{g}EEvj" for t in HALF for w in (384, 512) for g in (0, 1)]
     tiles = ("Li64ELi128EEELb0E", "Li64ELi128EEELb1E", "Li64ELi192EEELb0E", "Li256ELi128EEELb1E")
     fused += [f"_Z19rows_forward_kernelIN8RowsTileI{t}{tile}Evj" for t in HALF for tile in tiles]
-    products = ("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork")
+    products = (
+        "WgmmaScoresWork",
+        "WgmmaValuesWork",
+        "WgmmaLinearWork",
+        "score_gradients_kernel",
+        "16gradients_kernel",
+        "large_lse_kernel",
+    )
     halves = [f"_Z{kernel}I9WgmmaTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
     return [*fused, *halves, "_ZWgmmaLinearWorkI18SplitHalfWgmmaTileEEv"]
 

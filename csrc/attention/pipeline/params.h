@@ -67,13 +67,13 @@ struct ScoresValuesParams : StageParams {
   bool wide_out;
 };
 
-// delta[n, i] = sum over e of grad_out[n, i, e] * out[n, i, e], minus grad_lse[n, i].
+// delta[n, i] = sum over e of grad_out[n, i, e] * out[n, i, e], minus grad_lse[n, i]. Half types.
 struct RowDotParams : StageParams {
   int64_t Ev;
   MatrixView grad_out;  // (N, L, Ev)
   MatrixView out;       // (N, L, Ev)
   MatrixView grad_lse;  // (N, L), column unused; data null: absent
-  void* delta;          // (N, L) contiguous, accumulator type
+  void* delta;          // (N, L) contiguous, float
 };
 
 // Makes the probabilities of whole rows sum to 1, where they do not: a large log-sum-exp, rounded to the accumulator type, leaves

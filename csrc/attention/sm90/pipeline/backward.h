@@ -1,4 +1,4 @@
-// The backward of the pipeline by wgmma, on Hopper: two kernels for a slice, and what mends rows whose log-sum-exp is large.
+// The backward of the pipeline by wgmma, on Hopper: two kernels for a slice, and one for rows whose log-sum-exp is large.
 #pragma once
 
 #include "attention/pipeline/params.h"
@@ -27,26 +27,30 @@ struct ScoreGradientsParams : StageParams {
   MatrixView score_grad;     // the same
   MaskType mask_type;
   const float* delta;  // (N, L)
-  const float* norm;   // (N, L), factors of the probabilities of rows with a large lse; null: 1
-  float* row_sums;     // slice (batch_count, row_count, column tiles): of P, of rows with a large lse; null: not wanted
+  const float* norm;   // (N, L), of rows with a large lse: factors of their probabilities
 };
 
-// Of whole rows with a large lse: norm = 1 / sum of P where that is not 1 within the type's precision, and P and dS times it.
+// norm[n, i] of rows with a large lse: 1 / sum of exp(score - lse), or 1 where that is so within the type's precision. The slice is
+// the whole call.
 struct LargeLseParams : StageParams {
-  MatrixView lse;            // (N, L), column unused
-  MatrixView probabilities;  // as above
-  MatrixView score_grad;
-  const float* row_sums;
-  float* norm;
+  int64_t E;
+  double scale;
+  MatrixView query;  // (N, L, E)
+  MatrixView key;    // (N / group, S, E)
+  MatrixView mask;   // broadcasts to (N, L, S)
+  MatrixView lse;    // (N, L), column unused
+  MaskType mask_type;
+  float* norm;  // (N, L)
 };
 
-// One of the three gradients: out = factor * A . B. Where the sum spans slices it goes on in `sums`, as float (rows or keys of the
-// slice, width); null: it does not.
+// One of the three gradients: out = factor * A . B. Where the sum spans slices it goes on in `sums`, as float, from the slice's
+// first row or key on, `pitch` from one to the next; null: it does not.
 struct GradientOf {
   MatrixView out;
   int64_t width;  // columns
   double factor;
   float* sums;
+  int64_t pitch;
 };
 enum : int { kGradQuery, kGradKey, kGradValue };
 
@@ -63,6 +67,7 @@ struct GradientsParams : StageParams {
   GradientOf of[3];          // in `type`, or float with wide_out
   bool of_rows, of_keys;     // whether to make dQ; dK and dV
   bool wide_out;
+  unsigned* ticket;  // 0 before the launch and after it
 };
 
 cudaError_t launch_score_gradients(const ScoreGradientsParams& params, cudaStream_t stream);

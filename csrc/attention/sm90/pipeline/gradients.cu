@@ -5,15 +5,16 @@
 // sees a key of the tile; dQ's over the keys that a row of the tile sees. Every sum has one CTA and one order: no atomics.
 // A sum that spans slices goes on in float from what earlier ones left (GradientOf::sums). A tile that nothing is added to is
 // written as well.
-// Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first, and CTAs in
-// reverse every other round, so that each gets about as much.
-// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 232 a consumer thread.
+// Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first. A CTA takes the
+// next one when it is free.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 232 a consumer thread.
 #include "attention/sm90/pipeline/backward.h"
 #include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/tensor_map.h"
 #include "gemm/sm90/steps.cuh"
+#include "gemm/sm90/tickets.cuh"
 
 namespace attention_ext {
 namespace {
@@ -35,7 +36,7 @@ struct TileList {
   unsigned key_heads, matrices;
   int key_tiles, row_tiles;        // of a matrix, along m
   int key_columns, value_columns;  // tiles along n
-  bool by_head, in_turn, reverse;
+  bool by_head, in_turn, rows_first;
 
   explicit TileList(const GradientsParams& p) {
     const auto tiles = [](int64_t length, int64_t of_tile) { return static_cast<int>(ceil_div(length, of_tile)); };
@@ -48,7 +49,7 @@ struct TileList {
     value_columns = tiles(p.of[kGradValue].width, Tile::kN);
     in_turn = length <= 2 * p.slice.col_count && p.slice.col_count <= 2 * length;  // sums are about as long
     by_head = in_turn && !p.sequence.causal;
-    reverse = p.sequence.causal;
+    rows_first = p.slice.col_count > length;
   }
   __host__ __device__ unsigned of_key() const { return static_cast<unsigned>(key_columns + value_columns); }
   __host__ __device__ unsigned all() const {
@@ -69,11 +70,7 @@ struct TileList {
       return {kGradQuery, head * (matrices / key_heads) + matrix, static_cast<int>(row_tile - matrix * row_tiles),
               static_cast<int>(in_rows - row_tile * key_columns)};
     }
-    if (reverse) {
-      const unsigned round_begin = tile - blockIdx.x;
-      if (round_begin / gridDim.x % 2 == 1) tile = min(round_begin + gridDim.x, all()) - 1 - blockIdx.x;
-    }
-    // The first keys and the last rows have the longest sums: these come first, in turn or all keys before all rows.
+    // The first keys and the last rows have the longest sums: these come first, in turn or all of one kind before the other.
     const unsigned keys = key_heads * of_key(), rows = matrices * key_columns;
     const unsigned turns = in_turn ? static_cast<unsigned>(min(key_tiles, row_tiles)) : 0;
     unsigned m, rest;
@@ -85,8 +82,9 @@ struct TileList {
       if (is_row) rest -= keys;
     } else {
       tile -= turns * (keys + rows);
-      is_row = tile >= (key_tiles - turns) * keys;
-      if (is_row) tile -= (key_tiles - turns) * keys;
+      const unsigned of_first = rows_first ? (row_tiles - turns) * rows : (key_tiles - turns) * keys;
+      is_row = (tile >= of_first) != rows_first;
+      if (tile >= of_first) tile -= of_first;
       const unsigned width = is_row ? rows : keys;
       m = tile / width;
       rest = tile - m * width;
@@ -146,8 +144,7 @@ struct Gradients {
       end = range.end_of_tile(row_begin + at.m, Tile::kM) - col_begin;
     } else {
       // Tiles of scores above this one were not written, as no row of theirs sees a key of this tile.
-      const int first_row = range.first_row(col_begin + at.m) / Tile::kM * Tile::kM;
-      at.k_begin = max(first_row - row_begin, 0);
+      at.k_begin = max(range.first_row(col_begin + at.m) - row_begin, 0) / Tile::kM * Tile::kM;
       end = static_cast<int>(p.slice.row_count);
     }
     const int ks = max(end - at.k_begin, 0);
@@ -157,10 +154,11 @@ struct Gradients {
     return at;
   }
 
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const GradientsMaps& maps) const {
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Tickets& tickets, const GradientsMaps& maps) const {
     const unsigned end = list.all();
+    TicketDrawer drawer(tickets, p.ticket, end);
 #pragma unroll 1
-    for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
+    for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
       const Place at = place(tile);
       if (at.steps == 0) continue;
       if (at.of == kGradQuery) {
@@ -185,10 +183,12 @@ struct Gradients {
     }
   }
 
-  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) const {
+  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, Tickets& tickets, uint32_t s_strip,
+                                           int row) const {
     const unsigned end = list.all();
+    TicketReader reader(tickets);
 #pragma unroll 1
-    for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
+    for (unsigned tile = reader.next(); tile < end; tile = reader.next()) {
       const Place at = place(tile);
       float product[Tile::kN / 2];
       if (at.steps == 0) {
@@ -203,20 +203,27 @@ struct Gradients {
     }
   }
 
-  // Adds what earlier slices left; false where there are later ones, to which it leaves the sum.
+  // Adds what earlier slices left; false where there are later ones, to which it leaves the sum. Slices with more keys, more rows
+  // or more query heads are later. In causal calls a tile may have its last keys, or first rows, in a slice that is not at the end.
   __device__ __forceinline__ bool carry(const Place& at, int row, float (&product)[Tile::kN / 2]) const {
-    const bool is_row = at.of == kGradQuery;
-    const bool whole_rows = p.slice.row_begin + p.slice.row_count == p.L;
-    const bool first = is_row ? p.slice.col_begin == 0 : p.slice.row_begin == 0 && at.n % p.group == 0;
-    const bool last = is_row ? p.slice.col_begin + p.slice.col_count == p.S : whole_rows && (at.n + heads()) % p.group == 0;
-    const int64_t width = p.of[at.of].width;
-    float* g_sums = p.of[at.of].sums + (at.m + row) * width + at.col + threadIdx.x % 4 * 2;
+    const GradientOf& gradient = p.of[at.of];
+    const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
+    const int64_t row_end = p.slice.row_begin + p.slice.row_count, col_end = p.slice.col_begin + p.slice.col_count;
+    bool first, last;
+    if (at.of == kGradQuery) {
+      first = col_begin == 0;
+      last = col_end == p.S || (p.sequence.causal && row_begin + at.m < col_end);
+    } else {
+      first = at.n % p.group == 0 && (row_begin == 0 || (p.sequence.causal && col_begin + at.m >= row_begin));
+      last = (at.n + heads()) % p.group == 0 && row_end == p.L;
+    }
+    float* g_sums = gradient.sums + (at.m + row) * gradient.pitch + at.col + threadIdx.x % 4 * 2;
     const auto for_each_pair = [&](auto visit) {
 #pragma unroll
       for (int i = 0; i < Tile::kN / 2; i += 2) {
         const int down = i / 2 % 2 * 8, along = i / 4 * 8;
         if (row + down < at.ms && along < at.cols) {  // widths are multiples of 8
-          visit(*reinterpret_cast<float2*>(g_sums + down * width + along), product[i], product[i + 1]);
+          visit(*reinterpret_cast<float2*>(g_sums + down * gradient.pitch + along), product[i], product[i + 1]);
         }
       }
     };
@@ -270,15 +277,25 @@ struct Gradients {
 };
 
 template <class Tile>
+struct GradientsShared {
+  typename Tile::Shared tile;
+  Tickets tickets;
+};
+
+template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gradients_kernel(const __grid_constant__ GradientsParams params, const __grid_constant__ GradientsMaps maps,
                      const __grid_constant__ TileList<Tile> list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
+  GradientsShared<Tile>& shared = *reinterpret_cast<GradientsShared<Tile>*>(s_bytes);
+  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
   const Gradients<Tile> work = {params, list};
   run_warpgroups<Tile>(
-      *reinterpret_cast<typename Tile::Shared*>(s_bytes), [&](StepLoader<Tile>& loader) { work.load(loader, maps); },
-      [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) { work.multiply(multiplier, s_strip, row); });
+      shared.tile, [&](StepLoader<Tile>& loader) { work.load(loader, shared.tickets, maps); },
+      [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
+        work.multiply(multiplier, shared.tickets, s_strip, row);
+      });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -307,7 +324,7 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
 
   const TileList<Tile> list(params);
-  return launch_persistent<Tile>(gradients_kernel<Tile>, list.all(), stream, params, maps, list);
+  return launch_persistent<Tile, sizeof(GradientsShared<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps, list);
 }
 
 // Tiles of 192 columns where they pay for fewer that do not exist, as in values.cu.

@@ -36,14 +36,9 @@ struct ScoreGradients {
 
   const ScoreGradientsParams& p;
   const ScoreTiles<Tile, true>& tiles;
-  const int& first_m;  // row tiles before it see none of the slice's keys, and have no number
 
   __device__ __forceinline__ unsigned all_tiles() const {
     return static_cast<unsigned>(p.slice.batch_count) * tiles.of_matrix();
-  }
-  __device__ __forceinline__ TileIndex index_of(unsigned tile) const {
-    const TileIndex index = tiles.at(tile);
-    return {index.batch, first_m + index.m, index.n};
   }
   static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
 
@@ -51,7 +46,7 @@ struct ScoreGradients {
     const unsigned end = all_tiles();
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
-      const ScorePlace at = score_place<Tile>(p.slice, p.sequence, index_of(tile));
+      const ScorePlace at = score_place<Tile>(p.slice, p.sequence, tiles.at(tile));
       if (at.hidden) continue;
       load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
       load_product(loader, at, p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
@@ -77,7 +72,7 @@ struct ScoreGradients {
     const unsigned end = all_tiles();
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
-      const TileIndex index = index_of(tile);
+      const TileIndex index = tiles.at(tile);
       float delta[2];
       uint32_t weights[Tile::kN / 4], kept[kParts];
       bool plain;
@@ -121,7 +116,7 @@ struct ScoreGradients {
       const int of = row + 8 * half;
       const bool exists = of < at.rows;
       const float lse = exists ? g_lse[(at.row + of) * p.lse.row_stride] : negative_infinity(0.0f);
-      rows.lse[half] = lse == negative_infinity(0.0f) ? -lse : lse;
+      rows.lse[half] = !isinf(lse) ? lse : lse < 0.0f ? -lse : lse - lse;  // of a score of +inf: NaN
       rows.delta[half] = exists ? g_delta[of] : 0.0f;
     }
     return rows;
@@ -140,14 +135,14 @@ struct ScoreGradients {
     constexpr float kShift = kWeightScale == 1.0f ? 0.0f : 8.0f;
     static_assert(kWeightScale == 1.0f || kWeightScale == 256.0f, "2 to the power of kShift");
     bool large[2] = {false, false};
-    float offset[2], sum[2] = {0.0f, 0.0f};
+    float offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       offset[half] = kShift - rows.lse[half] * kLog2E;
       if (kPlain || fabsf(rows.lse[half]) < kLargeLse) continue;
       large[half] = true;
-      const bool mended = p.norm != nullptr && row + 8 * half < at.rows;
-      offset[half] = kShift + (mended ? log2f(p.norm[at.n * p.L + at.row + row + 8 * half]) : 0.0f);
+      const bool seen = rows.lse[half] != -negative_infinity(0.0f);
+      offset[half] = kShift + (seen ? log2f(p.norm[at.n * p.L + at.row + row + 8 * half]) : 0.0f);
     }
     const bool dropping = kModified && p.dropout.seed != nullptr;
     const int64_t mask = kModified && p.mask_type != MaskType::kNone
@@ -168,7 +163,6 @@ struct ScoreGradients {
         // A score as large as its log-sum-exp: the difference first. It is exact, and nothing of it is lost in the factor.
         const bool usual = kPlain || !large[half];
         x[i] = exp2_approx(fmaf(usual ? x[i] : __fmul_rn(after, x[i]) - rows.lse[half], usual ? unit : kLog2E, offset[half]));
-        if constexpr (!kPlain) sum[half] += x[i];
       }
       uint32_t pairs[kPart / 4];
 #pragma unroll
@@ -184,16 +178,6 @@ struct ScoreGradients {
         }
       }
       store_part<kPlain>(at, row, part, pairs, g_out + part * kPart, p.probabilities.row_stride, s_strip);
-    }
-    if (kPlain || p.row_sums == nullptr || !__any_sync(0xffffffffu, large[0] || large[1])) return;
-    const int64_t pitch = (p.slice.col_count + Tile::kN - 1) / Tile::kN;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float total = warp_sum<4>(sum[half]);
-      if (threadIdx.x % 4 == 0 && row + 8 * half < at.rows) {
-        p.row_sums[(at.slice_index * p.slice.row_count + at.slice_row + row + 8 * half) * pitch + at.slice_col / Tile::kN] =
-            total;
-      }
     }
   }
 
@@ -286,30 +270,17 @@ struct ScoreGradients {
 template <class T, bool kModified>
 __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
     score_gradients_kernel(const __grid_constant__ ScoreGradientsParams params, const __grid_constant__ ScoreGradientsMaps maps,
-                           const __grid_constant__ ScoreTiles<ScoreGradientsTile<T>, true> tiles,
-                           const __grid_constant__ int first_m) {
+                           const __grid_constant__ ScoreTiles<ScoreGradientsTile<T>, true> tiles) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Tile = ScoreGradientsTile<T>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  const ScoreGradients<T, kModified> work = {params, tiles, first_m};
+  const ScoreGradients<T, kModified> work = {params, tiles};
   run_warpgroups<Tile>(
       *reinterpret_cast<typename Tile::Shared*>(s_bytes), [&](StepLoader<Tile>& loader) { work.load(loader, maps); },
       [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) { work.multiply(multiplier, s_strip, row); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
-}
-
-// Of a causal slice: leaves out the row tiles that see none of its keys, and counts rows and keys from its first key on, as
-// ScoreTiles takes them. How many were left out.
-template <class Tile>
-int leave_out_hidden_rows(Slice& slice) {
-  const int64_t before = std::max<int64_t>(slice.col_begin - slice.row_begin, 0) / Tile::kM;
-  const int64_t tiles = std::min(before, ceil_div(slice.row_count, Tile::kM));
-  slice.row_begin += tiles * Tile::kM - slice.col_begin;
-  slice.row_count = std::max<int64_t>(slice.row_count - tiles * Tile::kM, 0);
-  slice.col_begin = 0;
-  return static_cast<int>(tiles);
 }
 
 template <class T>
@@ -326,13 +297,14 @@ cudaError_t launch_typed(const ScoreGradientsParams& params, cudaStream_t stream
   if (status == cudaSuccess) status = map(maps.grad_out, params.grad_out, rows, params.Ev, Tile::kM);
   if (status == cudaSuccess) status = map(maps.value, params.value, keys, params.Ev, Tile::kN);
   if (status != cudaSuccess) return status;
-  Slice seen = slice;
-  const int first_m = params.sequence.causal ? leave_out_hidden_rows<Tile>(seen) : 0;
-  const ScoreTiles<Tile, true> tiles(seen, params.sequence.causal);
+  Slice from_keys = slice;  // every row of a causal slice sees its first key, from which tiles may as well be counted
+  from_keys.row_begin -= slice.col_begin;
+  from_keys.col_begin = 0;
+  const ScoreTiles<Tile, true> tiles(from_keys, params.sequence.causal);
   const int64_t count = slice.batch_count * tiles.of_matrix();
   return params.mask_type == MaskType::kNone && params.dropout.seed == nullptr
-             ? launch_persistent<Tile>(score_gradients_kernel<T, false>, count, stream, params, maps, tiles, first_m)
-             : launch_persistent<Tile>(score_gradients_kernel<T, true>, count, stream, params, maps, tiles, first_m);
+             ? launch_persistent<Tile>(score_gradients_kernel<T, false>, count, stream, params, maps, tiles)
+             : launch_persistent<Tile>(score_gradients_kernel<T, true>, count, stream, params, maps, tiles);
 }
 
 }  // namespace
