@@ -27,7 +27,7 @@ def rows_on_16_bytes(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """name: for kernel_name. device: its device type. backward: the kernel_name that serves its gradient.
+    """name: for kernel_name. device: its device type. backward: the kernel_name of its gradient.
 
     capability: the compute capabilities it runs on, 10 * major + minor, empty for all. head_dims: what max(E, Ev) may be, both
     ends included. aligned: query, key and value need their rows on 16-byte boundaries. value_heads: key and value may have
@@ -106,7 +106,7 @@ FACTS = {
 }
 KERNELS = (
     Kernel("reference", "cpu", "reference"),
-    *(Kernel(name, "cuda", "pipeline", **FACTS[name]) for name in kernel_names()),
+    *(Kernel(name, "cuda", "auto" if FACTS[name] else name, **FACTS[name]) for name in kernel_names()),
 )
 
 HEAD_DIMS = ((16, 16), (7, 13), (64, 128), (128, 40), (320, 264), (264, 512), (512, 512), (512, 8), (40, 384), (1024, 1024))
