@@ -67,8 +67,9 @@ inline SplitHalfSlices split_half_slice(const SplitHalfSizes& sizes, bool fused,
 
 // Estimated ns of all slices, on a card with an H200's clock and memory.
 inline int64_t split_half_ns(const SplitHalfSizes& sizes, const SplitHalfSlices& slices, int64_t sms) {
-  constexpr int64_t kStep = 1000, kScoreTile = 2500, kValueTile = 1500, kSlice = 9000, kBytesPerNs = 2600;
-  constexpr int64_t kFusedTile = 4000, kFusedSegment = 1250, kFusedStep = 750;  // of 64 keys; and of 64 columns of them
+  constexpr int64_t kStep = 1150, kScoreTile = 2500, kValueTile = 1500, kSlice = 22000, kBytesPerNs = 2600;
+  constexpr int64_t kFusedSlice = 11000, kFusedTile = 4000, kFusedSegment = 1250,
+                    kFusedStep = 750;  // of 64 keys; and of 64 columns of them
   const int64_t row_tiles = slices.matrices * ceil_div(slices.rows, kSplitHalfTile);
   const int64_t scores = row_tiles * ceil_div(slices.keys, kSplitHalfTile),
                 values = row_tiles * ceil_div(sizes.Ev, kSplitHalfTile);
@@ -82,7 +83,8 @@ inline int64_t split_half_ns(const SplitHalfSizes& sizes, const SplitHalfSlices&
       ceil_div(slices.keys, kSegment) * (kFusedSegment + ceil_div(std::max(sizes.E, sizes.Ev), 64) * kFusedStep) + kFusedTile;
   const int64_t products = slices.fused ? times(ceil_div(row_tiles, sms), fused_tile)
                                         : times(ceil_div(scores, sms), score_tile) + times(ceil_div(values, sms), value_tile);
-  return times(count, kSlice + (sizes.causal && count > 1 ? products / 8 * 5 : products) + (terms + carried) / kBytesPerNs);
+  return times(count, (slices.fused ? kFusedSlice : kSlice) + (sizes.causal && count > 1 ? products / 8 * 5 : products) +
+                          (terms + carried) / kBytesPerNs);
 }
 
 // The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
