@@ -36,7 +36,7 @@ std::string fused_refuses(const Problem& p, int64_t most_E, int64_t most_Ev, int
   return "";
 }
 
-constexpr int64_t kMostSplitHalfMatrices = int64_t{1} << 18;
+constexpr int64_t kMostSplitHalfMatrices = int64_t{1} << 18, kMostSplitHalfKeys = int64_t{1} << 16;
 constexpr int64_t kMost256 = 256, kMost512 = 512, kMost1024 = 1024;
 
 template <bool kWgmma>
@@ -57,6 +57,7 @@ int64_t split_half_workspace(const Problem& p, const DeviceInfo& card, int64_t c
 std::string split_half_refuses(const Problem& p) {
   if (p.empty()) return "it does not take sizes of 0";
   if (p.type != DataType::kFloat) return std::string("it takes float32, not ") + name_of(p.type);
+  if (p.visible_keys() > kMostSplitHalfKeys) return "it loses precision beyond " + std::to_string(kMostSplitHalfKeys) + " keys";
   if (p.N > kMostSplitHalfMatrices) return "it keeps facts of up to " + std::to_string(kMostSplitHalfMatrices) + " heads";
   if (times(p.N, std::max(p.L, p.S), std::max(p.E, p.Ev)) >= int64_t{1} << 46) return "an operand has 2^46 elements and more";
   return "";

@@ -20,7 +20,7 @@ struct SplitHalfSizes {
 constexpr int64_t kMostFusedSplitHalf = 128;  // head dims that the fused form takes
 constexpr int64_t kSplitHalfTile = 128;       // rows, keys and columns of values of a tile
 constexpr int64_t kSplitHalfFactsBytes = 12;  // of a matrix of query, of key and of value
-constexpr int64_t kSplitHalfStateBytes = 12;  // of a row
+constexpr int64_t kSplitHalfStateBytes = 16;  // of a row
 
 // Bytes from the workspace's beginning: facts of all matrices and marks of all rows, which outlast slices; then a slice's arrays.
 struct SplitHalfSlices {

@@ -126,9 +126,10 @@ def test_offsets_of_an_operand(kernel: Kernel, operand: str, dim: int, multiple:
         "attn_mask": (1, 3, 9, 10),
         "grad_out": (1, 3, 9, 8),
     }
-    free(6)
-    memory = torch.full((2**31 + 2**28,), float("nan"), device="cuda", dtype=torch.bfloat16)
-    given = {name: gpu_normal(*shape) for name, shape in shapes.items()}
+    dtype = torch.bfloat16 if torch.bfloat16 in kernel.dtypes else torch.float32
+    free(3 * dtype.itemsize)
+    memory = torch.full((2**31 + 2**28,), float("nan"), device="cuda", dtype=dtype)
+    given = {name: gpu_normal(*shape, dtype=dtype) for name, shape in shapes.items()}
     shape = shapes[operand]
     strides = list(given[operand].stride())
     strides[dim] = (2**31 + 2**20) // (shape[dim] - 1) // 8 * 8 + multiple % 8

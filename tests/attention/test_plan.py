@@ -62,6 +62,7 @@ REFUSALS = [  # who refuses, for which facts, in which words
     *((HALVES + FLOATS, {size: 0}, "it does not take sizes of 0") for size in TYPICAL),
     (FLOATS, {"type": FLOAT, "N": (1 << 18) + 1}, "it keeps facts of up to 262144 heads"),
     (FLOATS, {"type": FLOAT, "L": (1 << 31) - 1024, "N": 1 << 10}, "an operand has 2^46 elements and more"),
+    (FLOATS, {"type": FLOAT, "S": (1 << 16) + 1}, "it loses precision beyond 65536 keys"),
     (HALVES, {"type": FLOAT}, "it takes float16 and bfloat16, not float32"),
     (HALVES, {"type": DOUBLE}, "it takes float16 and bfloat16, not float64"),
     (HALVES, {"S": (1 << 18) + 1}, "it loses precision beyond 262144 keys"),

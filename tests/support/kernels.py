@@ -99,6 +99,7 @@ FACTS = {
     "sm90_split_half": {
         "dtypes": (torch.float32,),
         "capability": (90,),
+        "head_dims": (1, 1 << 30),
         "empty": False,
         "contract": ((512, 512), (200, 72), (16, 16)),
         "sanitized": ((136, 72),),

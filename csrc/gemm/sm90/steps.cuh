@@ -70,9 +70,11 @@ class StepMultiplier {
       : shared_(shared), consumer_(consumer), leads_(consumer == 0) {
     if (!leads_) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
   }
-  // At the end of the kernel: lets the other go where there was nothing to multiply.
-  __device__ __forceinline__ void finish() {
+  // Lets the other go where there is nothing to multiply: at a tile without a step, since the other may have to take part in what
+  // brings the next tile, and at the end of the kernel.
+  __device__ __forceinline__ void let_follow() {
     if (leads_) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
+    leads_ = false;
   }
 
   // product = A . B over so many steps, at least one. last_rows: with kColumnsB, the rows of B that count in the last step.
@@ -108,10 +110,7 @@ class StepMultiplier {
     }
   }
   __device__ __forceinline__ void end_step(int step, int steps) {
-    if (leads_ && (step == Tile::kSkew - 1 || step == steps - 1)) {
-      barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);
-      leads_ = false;
-    }
+    if (step == Tile::kSkew - 1 || step == steps - 1) let_follow();
     ring_.advance();
   }
   template <bool kColumnsA, bool kColumnsB, bool kFresh>
@@ -164,7 +163,7 @@ __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Lo
     StepMultiplier<Tile> multiplier(shared, warpgroup);
     multiply(multiplier, Tile::strip_address(shared, warpgroup * 4 + warp),
              warpgroup * 64 + warp * 16 + static_cast<int>(threadIdx.x % 32 / 4));
-    multiplier.finish();
+    multiplier.let_follow();
   }
 }
 

@@ -192,6 +192,7 @@ struct Gradients {
       const Place at = place(tile);
       float product[Tile::kN / 2];
       if (at.steps == 0) {
+        multiplier.let_follow();
 #pragma unroll
         for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
       } else if (at.of == kGradQuery) {

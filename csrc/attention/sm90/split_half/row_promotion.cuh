@@ -9,7 +9,7 @@
 
 namespace attention_ext {
 
-__device__ __forceinline__ SplitHalfRowState no_keys_yet() { return {negative_infinity(0.0f), 0.0f, -(1 << 30)}; }
+__device__ __forceinline__ SplitHalfRowState no_keys_yet() { return {negative_infinity(0.0f), 0.0f, -(1 << 30), 0}; }
 
 // A row's power of two, sum and their changes: what a thread keeps of one of its two rows.
 struct RowPromotion {
@@ -23,7 +23,9 @@ struct RowPromotion {
       return 1.0f;
     }
     const float reference = maximum(state.reference, segment.reference);
-    state.sum = state.sum * exp2_approx(state.reference - reference) + segment.sum * exp2_approx(segment.reference - reference);
+    state.sum =
+        state.sum * exp2_approx(state.reference - reference) + fabsf(segment.sum) * exp2_approx(segment.reference - reference);
+    state.keys = state.keys == 0 && segment.sum < 0.0f ? 1 : 2;
     state.reference = reference;
     const int power = static_cast<int>(segment.reference) + exponent, top = max(state.top, power);
     const float before = relative_to_largest(state.top, top);
@@ -49,11 +51,12 @@ struct RowResult {
   }
 };
 
-// The row's log-sum-exp; marks it where weights that were left out as far below may have counted.
+// The row's log-sum-exp; marks it where that is not to be what counts (SplitHalfStage::marks): a single key, or weights left out as far below.
 __device__ __forceinline__ void store_row_result(const SplitHalfStage& p, const MatrixView& lse, int64_t n, int64_t row,
                                                  const SplitHalfRowState& state) {
   const bool none = state.reference == negative_infinity(0.0f);
-  if (!none && state.reference < kFarBelow + 256.0f) p.marks[n * ceil_div(p.L, kExactRows) + row / kExactRows] = 1;
+  if (state.keys == 1 || (!none && state.reference < kFarBelow + 256.0f))
+    p.marks[n * ceil_div(p.L, kExactRows) + row / kExactRows] = 1;
   static_cast<float*>(lse.data)[batch_offset(p.batch, lse, static_cast<uint32_t>(n), 0) + row * lse.row_stride] =
       none ? state.reference : fmaf(state.reference, kLn2, natural_log(state.sum));
 }

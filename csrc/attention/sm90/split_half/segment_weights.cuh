@@ -59,6 +59,16 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
     float reference = ceilf(largest * unit), sum = 0.0f;
     const bool none = largest == negative_infinity(0.0f), below = !none && reference < kFarBelow;
     too_large = too_large || (reference > kFarAbove && reference < __int_as_float(0x7f800000));
+    float visible = static_cast<float>(at.range.end_of_row(at.row + 8 * half) - at.key);
+    if constexpr (kMasked) {
+      visible = 0.0f;
+#pragma unroll
+      for (int i = 2 * half; i < kSegment / 2; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) visible += x[i + e] > negative_infinity(0.0f) ? 1.0f : 0.0f;
+      }
+      visible = warp_sum<4>(visible);
+    }
     // Weights of keys that are far below are 0, unless the row sees no others.
     const float offset = none || below ? 0.0f : 15.0f - reference;
 #pragma unroll
@@ -72,6 +82,7 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
     sum = warp_sum<4>(sum) * 0x1p-15f;
     if (below) reference = kFarBelow;
     if (!(sum == sum)) reference = 0.0f;  // so that it takes part
+    if (visible == 1.0f) sum = -sum;
     segment[half] = {reference, sum};
   }
   if (p.dropout.seed != nullptr) {

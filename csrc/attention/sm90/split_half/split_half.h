@@ -12,7 +12,7 @@ namespace attention_ext {
 // Scores and weights of a row, 64 keys of a segment at a time: weight 2^(score * log2(e) - reference), reference a whole number.
 struct SplitHalfSegment {
   float reference;  // -inf: the row sees none of the keys; kFarBelow: all scores are lower than that
-  float sum;        // of the weights
+  float sum;        // of the weights; negative: of a single key's
 };
 constexpr float kFarBelow = -0x1p20f, kFarAbove = 0x1p20f;  // beyond these references two rows of float are not told apart
 
@@ -20,6 +20,7 @@ constexpr float kFarBelow = -0x1p20f, kFarAbove = 0x1p20f;  // beyond these refe
 struct SplitHalfRowState {
   float reference, sum;
   int32_t top;
+  int32_t keys;  // that it has seen: 0, 1, or 2 for more
 };
 
 // What the kernels of a slice have in common. A slice is some matrices, rows and keys; its arrays count from its own first.
@@ -36,7 +37,7 @@ struct SplitHalfStage {
   const int32_t *query_exponents, *key_exponents, *value_exponents;
   MatrixView out;  // (N, L, Ev); between slices of keys it holds rows relative to 2^top
   MatrixView lse;
-  uint8_t* marks;  // (N, L / 16 rounded up): 1 where scores of these rows are too large, or too far below 0, for a reference
+  uint8_t* marks;  // (N, L / 16 rounded up): 1 where a row sees a single key, whose value it is to be bit by bit, or where scores of these rows are too large, or too far below 0, for a reference
 };
 
 struct SplitHalfScoresParams : SplitHalfStage {
