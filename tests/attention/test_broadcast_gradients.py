@@ -88,9 +88,7 @@ def test_by_name(kernel) -> None:
     """A forward by name has the gradient of the plan's choice, also where operands broadcast."""
     needs_the_card(kernel)
     dtype = torch.float16 if torch.float16 in kernel.dtypes else torch.float32
-    inputs = leaves(
-        *(normal(*shape, dtype=dtype, device=kernel.device) for shape in ((1, 2, 5, 64), (9, 2, 7, 64), (9, 2, 7, 64)))
-    )
+    inputs = leaves(*(normal(*shape, dtype=dtype, device=kernel.device) for shape in ((1, 2, 5, 64), (9, 2, 7, 64), (9, 2, 7, 64))))
     grad = normal(9, 2, 5, 64, dtype=dtype, device=kernel.device)
     named, _ = sdpa_forward(*inputs, None, None, 0.0, False, kernel_name=kernel.name)
     auto, _ = sdpa_forward(*inputs, None, None, 0.0, False)

@@ -184,6 +184,24 @@ def test_masks(dims: tuple[int, int], kind: str, poison_all: None) -> None:
         hold(f"{L} x {S}", *draw(2, (3, 3), L, S, dims), MASKS[kind](L, S))
 
 
+@pytest.mark.parametrize("kind", ["one key", "causal", "mask", "bias"])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 40), (256, 136)], ids=str)
+def test_a_single_key(dims: tuple[int, int], kind: str, poison_all: None) -> None:
+    """Its value, bit by bit."""
+    q, k, v = draw(2, (3, 3), 77, 1 if kind == "one key" else 300, dims)
+    column = torch.randint(0, k.size(-2), (2, 3, 77, 1), device="cuda")
+    mask = None
+    if kind in ("mask", "bias"):
+        mask = torch.zeros(2, 3, 77, 300, device="cuda", dtype=torch.bool).scatter_(-1, column, True)
+        if kind == "bias":
+            mask = torch.full_like(mask, NEG_INF, dtype=torch.float32).masked_fill(mask, 1.5)
+    out, _ = forward(q, k, v, mask, kind == "causal")
+    if kind == "causal":
+        assert torch.equal(out[..., 0, :], v[..., 0, :])
+    else:
+        assert torch.equal(out, v.gather(-2, column.expand(*column.shape[:-1], v.size(-1))))
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (136, 200)], ids=str)
 def test_not_finite(dims: tuple[int, int]) -> None:
     """Such a matrix is what the pipeline makes of it; others are as without."""

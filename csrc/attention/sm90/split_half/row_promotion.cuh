@@ -51,7 +51,7 @@ struct RowResult {
   }
 };
 
-// The row's log-sum-exp; marks it where that is not to be what counts (SplitHalfStage::marks): a single key, or weights left out as far below.
+// The row's log-sum-exp; marks it where it is to be made anew (SplitHalfStage::marks).
 __device__ __forceinline__ void store_row_result(const SplitHalfStage& p, const MatrixView& lse, int64_t n, int64_t row,
                                                  const SplitHalfRowState& state) {
   const bool none = state.reference == negative_infinity(0.0f);

@@ -37,7 +37,9 @@ struct SplitHalfStage {
   const int32_t *query_exponents, *key_exponents, *value_exponents;
   MatrixView out;  // (N, L, Ev); between slices of keys it holds rows relative to 2^top
   MatrixView lse;
-  uint8_t* marks;  // (N, L / 16 rounded up): 1 where a row sees a single key, whose value it is to be bit by bit, or where scores of these rows are too large, or too far below 0, for a reference
+  // (N, L / 16 rounded up): 1 where a row sees a single key, whose value it is to be bit by bit, or where scores of these rows are
+  // too large, or too far below 0, for a reference.
+  uint8_t* marks;
 };
 
 struct SplitHalfScoresParams : SplitHalfStage {
