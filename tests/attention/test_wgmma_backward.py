@@ -22,7 +22,7 @@ CASES = {
     "grouped, causal": {"heads": (6, 2), "causal": True},
     "one key head": {"heads": (8, 1), "L": 300, "causal": True},
     "bias": {"mask": (2, 1), "E": 512, "Ev": 512},
-    "bias, causal": {"mask": (1, 1), "heads": (4, 2), "causal": True},
+    "bias, grouped": {"mask": (1, 1), "heads": (4, 2)},
     "wide": {"L": 300, "S": 333, "E": 1024, "Ev": 1024},
 }
 

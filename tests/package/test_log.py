@@ -50,11 +50,9 @@ def launched(call: Callable[[], object]) -> set[str]:
         "pipeline": "qk_scores_kernel",
         "sm90_256": "rows_forward_kernel",
         "sm90_pipeline": "WgmmaScoresWork",
-        "sm90_split_half": "SplitHalfScoresWork",
+        "sm90_split_half": "split_half_blocks_kernel",
     }
     found = {kernel for kernel, part in parts.items() if part in names}
-    if "sm90_split_half" in found:
-        found.discard("pipeline")  # launched for what two terms are not enough for
     for width in map(int, re.findall(r"fused_forward_kernel<[^>]*FusedTile<[^>]*?(\d+)>", names)):
         assert width in CLASS_512 + CLASS_1024
         found.add("sm90_512" if width in CLASS_512 else "sm90_1024")
