@@ -56,7 +56,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def bound(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, want: Tensor) -> float:
-    """The larger error of PyTorch's memory-efficient kernel and its formula, or twice the formula's where the kernel takes no such call.
+    """The larger error of PyTorch's memory-efficient kernel and its formula; twice the formula's where that takes no such call.
 
     But at least 2^-21: of few products PyTorch's is less than what two terms may leave out of weight and value, 2^-22 each.
     """
