@@ -24,8 +24,10 @@ def check_when(when: When) -> When:
 
 
 @constant_in_programs
-def _capability(device_index: int) -> tuple[int, int] | None:
-    return capability(device_index)
+def _capability(device_index: int) -> int:
+    """10 * major + minor: a number, which every torch takes for a constant."""
+    major, minor = capability(device_index) or (0, 0)
+    return 10 * major + minor
 
 
 def _why_not_preferred(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str:
@@ -33,7 +35,7 @@ def _why_not_preferred(query: Tensor, value: Tensor, mask: Tensor | None, dropou
     E, Ev = query.size(-1), value.size(-1)
     if query.device.type != "cuda":
         return f"on {query.device.type} sdpa is PyTorch's operator"
-    if _capability(query.device.index) != (9, 0):
+    if _capability(query.device.index) != 90:
         return "it was measured faster on compute capability 9.0 alone"
     if query.dtype not in (torch.float16, torch.bfloat16):
         return "it was measured faster for half types alone"

@@ -67,11 +67,12 @@ def main() -> None:
     run(half, 300, 300, 64, 64, workspace_bytes=1 << 19, enable_gqa=True, mask=torch.randn(1, 300, device="cuda"))  # cut
     run(half, 1100, 130, 16, 16, enable_gqa=True, causal=True)  # CTAs share the rows of a query head
     here = [kernel for kernel in KERNELS if kernel.device == "cuda" and kernel.runs_here()]
-    for kernel, E, Ev in ((of.name, *dims) for of in here for dims in of.sanitized):
-        run(half, 70, 300, E, Ev, kernel=kernel)
-        run(half, 70, 300, E, Ev, kernel=kernel, causal=True)
-        run(half, 40, 300, E, Ev, kernel=kernel, mask=torch.rand(40, 300, device="cuda") > 0.7, enable_gqa=True)
-        run(half, 40, 300, E, Ev, kernel=kernel, mask=torch.randn(2, 1, 300, device="cuda", dtype=half), dropout_p=0.25)
+    for of, E, Ev in ((of, *dims) for of in here for dims in of.sanitized):
+        kernel, dtype = of.name, half if half in of.dtypes else of.dtypes[0]
+        run(dtype, 70, 300, E, Ev, kernel=kernel)
+        run(dtype, 70, 300, E, Ev, kernel=kernel, causal=True)
+        run(dtype, 40, 300, E, Ev, kernel=kernel, mask=torch.rand(40, 300, device="cuda") > 0.7, enable_gqa=True)
+        run(dtype, 40, 300, E, Ev, kernel=kernel, mask=torch.randn(2, 1, 300, device="cuda", dtype=dtype), dropout_p=0.25)
     if torch.cuda.get_device_capability() == (9, 0):
         # CTAs stay, over tiles of one to three blocks of keys: 200 and 140 tiles of 128 rows on 132 processors, 140 and 136 of 64
         # rows. sm90_1024 in passes over all columns of values, in the last one with a tile a CTA. The backward pass is that of the

@@ -251,7 +251,8 @@ BackwardPlan plan_backward_slices(const BackwardSizes& sizes, int64_t cap, int64
   plan.slices_at = round_up(2 * sizes.N * sizes.L * 4, kWorkspaceAlignment) + kWorkspaceAlignment;
   // Delta and norm count towards the cap, of which slices may have a quarter in any case.
   cap = std::max<int64_t>(cap, 0);
-  const int64_t usable = cap < kAllocatorPiece ? cap : cap / kAllocatorPiece * kAllocatorPiece;
+  const int64_t most_of_cap = cap - cap / 64;  // small things are allocated next to it
+  const int64_t usable = most_of_cap < kAllocatorPiece ? most_of_cap : most_of_cap / kAllocatorPiece * kAllocatorPiece;
   const int64_t room = std::max(usable - plan.slices_at, cap / 4);
   int64_t most = 0;
   const auto add = [&](const Planner& planner) {

@@ -62,6 +62,12 @@ std::string split_half_refuses(const Problem& p) {
   if (times(p.N, std::max(p.L, p.S), std::max(p.E, p.Ev)) >= int64_t{1} << 46) return "an operand has 2^46 elements and more";
   return "";
 }
+// The error of short float sums on CUDA cores is less than that of the terms.
+const char* split_half_yields(const Problem& p) {
+  return p.E < 32 || p.visible_keys() < 64
+             ? "sums of fewer than 32 products, or of 64 keys, run on CUDA cores, where their error is smaller"
+             : nullptr;
+}
 int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   if (!split_half_refuses(p).empty()) return kNoCost;
   const SplitHalfSlices slices = split_half_plan(p, card, cap);
@@ -109,7 +115,7 @@ const ForwardTable kForwardKernels = {{
     {"sm90_pipeline", 90, [](const Problem& p) { return sm90_refuses(p, kTensorMapBatchDims); }, nullptr,
      slices_workspace<true>,
      [](const Problem& p, const DeviceInfo& card, int64_t cap) { return pipeline_cost(p, card, cap, true); }},
-    {"sm90_split_half", 90, split_half_refuses, nullptr, split_half_workspace, split_half_cost},
+    {"sm90_split_half", 90, split_half_refuses, split_half_yields, split_half_workspace, split_half_cost},
 }};
 
 bool preferred(const Problem& p, const DeviceInfo& card) {

@@ -202,6 +202,14 @@ def test_fewer_sms_choose_otherwise() -> None:
     assert any(first != second for first, second in kernels)
 
 
+@pytest.mark.parametrize(("facts", "kernel"), [({}, "sm90_split_half"), ({"E": 31}, "pipeline"), ({"S": 63}, "pipeline")])
+def test_short_float_sums_run_on_cuda_cores(facts: dict[str, int], kernel: str) -> None:
+    needs_hopper_kernels()
+    found = plan(**NARROW | {"type": FLOAT} | facts)
+    assert found.kernel == kernel and (kernel == "pipeline") == ("but sums of fewer than 32 products" in found.reason)
+    assert against("sm90_split_half", **NARROW | {"type": FLOAT} | facts) == "", "by its name it runs them too"
+
+
 @pytest.mark.parametrize("facts", [{}, {"causal": 1}, {"mask": BOOL, "mask_rows": 1}, {"dropout": 1}])
 @pytest.mark.parametrize(("L", "S"), [(77, 77), (128, 4096), (1000, 300), (4096, 4096)])
 @pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (8, 256), (256, 8)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import error_rule
 import pytest
 import reference
 import torch
@@ -56,7 +57,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def bound(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, want: Tensor) -> float:
-    """The larger error of PyTorch's memory-efficient kernel and its formula; twice the formula's where that takes no such call.
+    """The larger error of PyTorch's memory-efficient kernel and its formula; where that takes no such call, the error rule's limit.
 
     But at least 2^-21: of few products PyTorch's is less than what two terms may leave out of weight and value, 2^-22 each.
     """
@@ -70,7 +71,10 @@ def bound(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, wa
         with sdpa_kernel(backend):
             out = PYTORCH(q, k, v, attn_mask=mask, is_causal=causal)
         found.append(error(out.nan_to_num(0.0), want))
-    return max(max(found) if len(found) > 1 else 2 * found[0], 2**-21)
+    if len(found) > 1:
+        return max(*found, 2**-21)
+    top = error_rule.largest(want)
+    return max(error_rule.limits((0.0, found[0]), top, error_rule.ulp(torch.float32, top))[1], 2**-21)
 
 
 def hold(name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, **options: int) -> None:

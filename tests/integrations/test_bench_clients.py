@@ -8,8 +8,12 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'attention_ext[transformers]'")
-pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'attention_ext[diffusers]'")
+pytest.importorskip(
+    "transformers", minversion="5.24", reason="transformers is not installed, or older: pip install 'attention_ext[transformers]'"
+)
+pytest.importorskip(
+    "diffusers", minversion="0.42", reason="diffusers is not installed, or older: pip install 'attention_ext[diffusers]'"
+)
 
 import clients
 import common

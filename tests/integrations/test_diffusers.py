@@ -8,7 +8,9 @@ import threading
 import pytest
 import torch
 
-pytest.importorskip("diffusers", reason="diffusers is not installed: pip install 'attention_ext[diffusers]'")
+pytest.importorskip(
+    "diffusers", minversion="0.42", reason="diffusers is not installed, or older: pip install 'attention_ext[diffusers]'"
+)
 
 from diffusers import AutoencoderKL, AutoencoderKLWan, UNet2DConditionModel, UNet2DModel
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0

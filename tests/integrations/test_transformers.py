@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'attention_ext[transformers]'")
+pytest.importorskip(
+    "transformers", minversion="5.24", reason="transformers is not installed, or older: pip install 'attention_ext[transformers]'"
+)
 
 from small_models import CAUSAL, MODELS, inputs, make
 from torch import Tensor, nn

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'attention_ext[transformers]'")
+pytest.importorskip(
+    "transformers", minversion="5.24", reason="transformers is not installed, or older: pip install 'attention_ext[transformers]'"
+)
 
 import transformers
 from small_models import inputs, make

@@ -10,7 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-pytest.importorskip("transformers", reason="transformers is not installed: pip install 'attention_ext[transformers]'")
+pytest.importorskip(
+    "transformers", minversion="5.24", reason="transformers is not installed, or older: pip install 'attention_ext[transformers]'"
+)
 
 from helpers import close, leaves, normal, qkv
 from small_models import inputs, make

@@ -45,7 +45,9 @@ def calls() -> dict:
         "sdpa": lambda: sdpa(q, k, wide),
         "sdpa_with_lse": lambda: sdpa_with_lse(q, k, wide),
         "sdpa_forward": lambda: sdpa_forward(q, k, wide, None, None, 0.0, False),
-        "sdpa_forward, workspace": lambda: sdpa_forward(long, long, long, None, None, 0.0, False, workspace_bytes=workspace),
+        "sdpa_forward, workspace": lambda: sdpa_forward(
+            long, long, long, None, None, 0.0, False, workspace_bytes=workspace, kernel_name="pipeline"
+        ),
         "sdpa_backward": lambda: sdpa_backward(
             out, None, long, long, long, None, out, lse, None, 0.0, False, workspace_bytes=workspace
         ),
