@@ -9,7 +9,6 @@ from typing import Any
 LINEAR = ("lin84 train", "lin84 eval", "lin84 product")  # cases and parts of bench/linear_cases.py, which imports torch
 BASELINES = ("default", "math", "three calls")  # of tests/support/helpers.py, torch_own
 PARTS = ("everyday", "variants", "host_time")  # scripts of bench/ that print a JSON object with this key
-LIBRARIES = "integrations"  # the folder of the modules that need a library of models, which a machine with a GPU may lack
 TWO_CARDS = "test_two_devices"  # begins the names of the modules that need two cards
 
 
@@ -85,10 +84,8 @@ def needs_two_cards(module: str) -> bool:
 
 
 def tests_passed(counts: dict[str, Any], two_cards: bool = False) -> bool:
-    """Some ran, none failed, and no module was skipped whole, but for those that need a library of models, and those that need two
-    cards where they passed elsewhere."""
-    skipped = [module for module in counts["modules_skipped"] if LIBRARIES not in module.split(".")]
-    skipped = [module for module in skipped if not (two_cards and needs_two_cards(module))]
+    """Some ran, none failed, and no module was skipped whole, but for those that need two cards where they passed elsewhere."""
+    skipped = [module for module in counts["modules_skipped"] if not (two_cards and needs_two_cards(module))]
     return counts["failures"] + counts["errors"] == 0 and counts["tests"] > counts["skipped"] and not skipped
 
 

@@ -67,8 +67,8 @@ def main() -> None:
     run(half, 300, 300, 64, 64, workspace_bytes=1 << 19, enable_gqa=True, mask=torch.randn(1, 300, device="cuda"))  # cut
     run(half, 1100, 130, 16, 16, enable_gqa=True, causal=True)  # CTAs share the rows of a query head
     here = [kernel for kernel in KERNELS if kernel.device == "cuda" and kernel.runs_here()]
-    for name, dtypes, E, Ev in ((of.name, of.dtypes, *dims) for of in here for dims in of.sanitized):
-        kernel, dtype = name, half if half in dtypes else dtypes[0]
+    for kernel, dtypes, E, Ev in ((of.name, of.dtypes, *dims) for of in here for dims in of.sanitized):
+        dtype = half if half in dtypes else dtypes[0]
         run(dtype, 70, 300, E, Ev, kernel=kernel)
         run(dtype, 70, 300, E, Ev, kernel=kernel, causal=True)
         run(dtype, 40, 300, E, Ev, kernel=kernel, mask=torch.rand(40, 300, device="cuda") > 0.7, enable_gqa=True)

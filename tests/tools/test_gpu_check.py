@@ -116,7 +116,7 @@ def test_what_passes() -> None:
 )
 def test_two_cards_elsewhere(two_cards: dict[str, Any] | None, tree: str, passes: bool) -> None:
     """They stand for the modules that one card skips, on the same csrc tree, and for no other module."""
-    skipped = counts(modules_skipped=["integrations.test_a", "tests.test_two_devices", "tests.test_two_devices_dtensor"])
+    skipped = counts(modules_skipped=["tests.test_two_devices", "tests.test_two_devices_dtensor"])
     record = complete(csrc_tree=tree, gpu_tests=skipped, two_cards=two_cards)
     assert evidence.passed(record) == passes
     assert not evidence.passed(record | {"gpu_tests": counts(modules_skipped=["tests.test_a", *skipped["modules_skipped"]])})
