@@ -112,7 +112,10 @@ CASES = [
     Case("dec128", 32, 32, 8, 1, 8192, 128, BF16, cold_l2=True),
 ]
 
-BACKWARD = ("kb97", "g512c", "d256c", "d128c", "d64")
+BACKWARD = (
+    "kb97", "d1024", "d768", "g512", "g512c", "g512cgqa", "d384", "vae1024", "d256c", "d128c", "d128", "d64",
+    "kb97_f32", "d128_f32", "d64_f32",
+)  # fmt: skip
 
 SETS = {
     "class1024": [case.name for case in CASES if 512 < case.E <= 1024 and case.dtype != FP32],

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import backward
 import linear_cases
 import peers
 import pipelines
@@ -145,26 +146,6 @@ def compared(case: Case, sample: Sample, rows: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def backward_case(case: Case) -> dict[str, dict[str, float]]:
-    """Of the backward alone, by the names of the forward's entries."""
-    leaves = [t.requires_grad_() for t in case.inputs(str(DEVICE))]
-    options = {"is_causal": case.causal, "enable_gqa": case.Hk != case.Hq}
-    calls: dict[str, Callable[[], Tensor]] = {
-        "attention_ext": lambda: OPS.sdpa(*leaves, **options),
-        "torch": lambda: F.scaled_dot_product_attention(*leaves, **options),
-    }
-    if case.E <= MOST_BACK_END:
-        calls["own"] = own_kernels(case, *leaves)
-    times = {}
-    for name, call in calls.items():
-        result = call()
-        grad = torch.randn_like(result)
-        times[name] = time_ms(partial(torch.autograd.grad, result, leaves, grad, retain_graph=True))
-    log(f"{case.name} backward: {times}")
-    own = times.pop("own", None)
-    return {case.name: times} | ({} if own is None else {f"{case.name} own": {"attention_ext": own, "torch": times["torch"]}})
-
-
 def fill(
     record: dict[str, Any], cases: dict[str, Case], linear: list[linear_cases.LinearCase], quick: bool, with_peers: bool
 ) -> None:
@@ -187,7 +168,7 @@ def fill(
             record["long_sequences"] = pipelines.long_sequences()
         record["backward"] = {}
         for name in BACKWARD:
-            record["backward"] |= backward_case(cases[name]) if name in cases else {}
+            record["backward"] |= backward.measure(cases[name]) if name in cases else {}
     record["linear"] = {}
     with torch.no_grad():
         for layer in linear:

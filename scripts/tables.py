@@ -104,12 +104,14 @@ def stages_table(record: dict[str, Any]) -> list[str]:
 
 def backward_table(record: dict[str, Any]) -> list[str]:
     """The backward alone, and memory of long sequences."""
-    rows = record.get("backward", {}).items()
-    ratio = [
-        [name, *(short(row[of]) for of in ("attention_ext", "torch")), f"{row['torch'] / row['attention_ext']:.2f}"]
-        for name, row in rows
-    ]
-    lines = table("case, backward alone | ours, ms | PyTorch, ms | ratio", ratio)
+    calls = {"attention_ext": "ours, ms", "torch": "PyTorch, ms", "three_calls": "three calls, ms"}
+    rows = []
+    for name, row in record.get("backward", {}).items():
+        if {"attention_ext", "torch"} <= row.keys():
+            times = [short(ways[call]) if call in ways else "" for ways in (row, row.get("both", {})) for call in calls]
+            rows.append([name, *times, f"{row['torch'] / row['attention_ext']:.2f}"])
+    ways = " | ".join(f"{way}: {' | '.join(calls.values())}" for way in ("backward alone", "both ways"))
+    lines = table(f"case | {ways} | ratio of the backward", rows)
     kinds = {"forward": "forward", "forward by `pipeline`": "pipeline_forward", "backward": "backward"}
     memory = []
     for size, row in record.get("long_sequences", {}).items():

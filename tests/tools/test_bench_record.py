@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import backward
 import common
 import errors
 import evidence
@@ -68,7 +69,7 @@ ROW = {"ms": 2.0, "tflops": 1.0}
 )
 @pytest.mark.parametrize("quick", [False, True])
 def test_own_kernels_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch, case: Case, quick: bool) -> None:
-    """Up to head dim 256, forward and backward; each row with its errors, and one row of PyTorch's for both entries."""
+    """Up to head dim 256; each row with its errors, and one row of PyTorch's for both entries."""
     asked: list[dict[str, Any]] = []
 
     def own(case: Case, *operands: torch.Tensor, **options: Any) -> Any:
@@ -84,11 +85,9 @@ def test_own_kernels_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(record, "measure", measure)
     monkeypatch.setattr(record, "OPS", SimpleNamespace(sdpa=torch.ops.attention_ext.sdpa, sdpa_plan=plan))
     monkeypatch.setattr(record, "rivals", lambda *_: {"naive": lambda **_: ROW})
-    monkeypatch.setattr(record, "time_ms", lambda call: float(len(call())))
-    found, backward = record.forward_case(case, {}, quick), record.backward_case(case)
-    assert list(found) == list(backward) == (["small", "small own"] if case.E <= 256 else ["wide"])
-    assert asked == [{}] * (case.E <= 256) + [{"kernel_name": "pipeline"}] * (not quick) + [{}] * (case.E <= 256)
-    assert all(row == {"attention_ext": 3.0, "torch": 3.0} for row in backward.values())
+    found = record.forward_case(case, {}, quick)
+    assert list(found) == (["small", "small own"] if case.E <= 256 else ["wide"])
+    assert asked == [{}] * (case.E <= 256) + [{"kernel_name": "pipeline"}] * (not quick)
     default = found[case.name]
     assert default["kernel"] == "torch" and default["ratio_to_torch"] == 1.0 and default["within_rule"]
     assert (default["E"], default["Ev"], default["dtype"]) == (case.E, case.Ev, "torch.float16")
@@ -102,6 +101,37 @@ def test_own_kernels_have_entries_of_their_own(monkeypatch: pytest.MonkeyPatch, 
     assert entry["rows"].keys() == {"attention_ext", "torch", "naive"} | pipeline and entry["kernel"] == "sm90_512"
     assert entry["rows"]["attention_ext"]["max_abs_error"] > 0.9 > default["rows"]["attention_ext"]["max_abs_error"]
     assert not entry["within_rule"] and not evidence.forward_sound({"forward": found})
+
+
+@pytest.mark.parametrize(
+    "case", [Case("small", 1, 4, 2, 30, 48, 24, torch.float32, causal=True), Case("wide", 1, 2, 2, 8, 9, 264, torch.float32)]
+)
+def test_gradients_of_a_case(monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    """Ours, PyTorch's and the formula make the same gradients; a call that fails costs its own figures."""
+    grads: list[tuple[torch.Tensor, ...]] = []
+
+    def time_ms(call: Any) -> float:
+        grads.append(call())
+        return float(len(grads))
+
+    monkeypatch.setattr(backward, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(backward, "time_ms", time_ms)
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)
+    found = backward.measure(case)
+    assert list(found) == (["small", "small own"] if case.E <= 256 else ["wide"])
+    for number, grad in enumerate(grads):
+        for one, first in zip(grad, grads[0], strict=True):
+            torch.testing.assert_close(one, first, msg=lambda text, number=number: f"call {number}: {text}")
+    ours, theirs, formula = (1.0, 3.0, 5.0 if case.E > 256 else 7.0)
+    entry = found[case.name]
+    assert (entry["attention_ext"], entry["torch"], entry["three_calls"]) == (ours, theirs, formula)
+    assert entry["both"] == {"attention_ext": ours + 1, "torch": theirs + 1, "three_calls": formula + 1}
+    assert entry["tflops"] == 2.5 * case.flop / ours / 1e9
+    if case.E <= 256:
+        assert found["small own"]["attention_ext"] == 5.0 and found["small own"]["torch"] == theirs
+    monkeypatch.setattr(backward, "naive", lambda *_: (Mock(side_effect=torch.OutOfMemoryError("no room")), ""))
+    entry = backward.measure(case)[case.name]
+    assert "three_calls" not in entry and "no room" in entry["not_available"]["three_calls"]
 
 
 def test_errors_of_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,8 +167,8 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsy
             "ceilings": {"x": 1.0},
             "forward_case": {"kb97": {"within_rule": True, "kernel": "sm90_pipeline"}},
             "error_table": [{"within_rule": True}],
-            "backward_case": {"kb97": {"attention_ext": 1.0, "torch": 2.0}},
         },
+        record.backward: {"measure": {"kb97": {"attention_ext": 1.0, "torch": 2.0}}},
         pipelines: {"stages": {}, "workspaces": {}, "long_sequences": {}},
     }
     for module, values in fakes.items():

@@ -174,6 +174,31 @@ def test_two_cards_in_a_new_record_and_in_a_full_run(monkeypatch: pytest.MonkeyP
     assert record["two_cards"]["csrc_tree"] == OTHER and record["two_cards"]["tests"] == 1
 
 
+@pytest.mark.parametrize(("cards", "visible"), [(1, None), (2, None), (2, "4,7")])
+def test_the_second_card_is_for_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cards: int, visible: str | None) -> None:
+    """The first is timed; the parts come after the tests, the tests of two cards with both last."""
+    module, done = script("gpu_check"), []
+
+    def run(what: str, result: Any) -> Any:
+        return lambda *args: (done.append((what, args[-1].get("CUDA_VISIBLE_DEVICES"))), result)[1]
+
+    monkeypatch.setattr(module, "install", lambda wheel: ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}, about(TREE, cards)))
+    monkeypatch.setattr(module, "THERE", ["host_time"])
+    monkeypatch.setattr(module, "run_bench", lambda name, options, env: run(name, (0, {"error_rule": []}))(env))
+    monkeypatch.setattr(module, "run_tests", lambda shares, env: run(f"{len(shares)} shares", [])(env))
+    monkeypatch.setattr(module, "run_two_cards", run("two cards", []))
+    monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(tmp_path), "--skip-sanitizer", "--examples", "0"])
+    module.main()
+    first, second = (visible or "0,1").split(",") if cards > 1 else (None, None)
+    tests = (f"{module.PROCESSES} shares", second)
+    timed = [("record", first), ("record_shapes", first), ("host_time", first)]
+    assert [one for one in done if one in timed] == timed and done.count(tests) == 1
+    if cards > 1:
+        assert done.index(tests) < done.index(timed[-1]) and done[-1] == ("two cards", visible) and len(done) == 5
+    else:
+        assert done == [*timed, tests]
+
+
 @pytest.mark.parametrize("change", ["", "left out", "failed", "absent"])
 def test_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str) -> None:
     """Each is a script of bench/ whose object becomes a part of the record; a call that was left out makes it incomplete."""
