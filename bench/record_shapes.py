@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import Case
-from choice import choice_summary
+from choice import choice_summary, planned
 from common import Sample, error_rule, first_line, log, within_rule
 from shapes import SHAPES
 from torch import Tensor
@@ -33,18 +33,19 @@ DEVICE, OPS = "cuda", torch.ops.attention_ext
 OPERATORS = {"ours": OPS.sdpa, "torch": F.scaled_dot_product_attention}
 LEAST_MS, MOST_CALLS, REPLAYS, TURNS = 1.0, 20, 5, 2
 MOST_PROCESSES = 6
+NAMED = ("name", "ratio", "ms", "torch_ms", "kernel")  # of the slowest shape
 SLOWER = 1 / 1.05  # ratio below which ours counts as slower
 
 
 class Captured:
     """A call, `count` times in one CUDA graph."""
 
-    def __init__(self, call: Callable[[], Tensor]) -> None:
+    def __init__(self, call: Callable[[], Any]) -> None:
         call()
         self.capture(call, 1)
         self.capture(call, max(1, min(MOST_CALLS, math.ceil(LEAST_MS / max(statistics.median(self.times()), 1e-3)))))
 
-    def capture(self, call: Callable[[], Tensor], count: int) -> None:
+    def capture(self, call: Callable[[], Any], count: int) -> None:
         self.count, self.graph = count, torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             for _ in range(count):
@@ -116,6 +117,28 @@ def measure(shape: Case) -> dict[str, Any]:
     return row
 
 
+def measure_gradients(shape: Case) -> dict[str, Any]:
+    """The same of the backward alone: ms, torch_ms, ratio, finite; in place of a figure why there is none."""
+    card = torch.cuda.get_device_properties(DEVICE)
+    plan = planned(shape, 10 * card.major + card.minor, card.multi_processor_count, table="backward")
+    row: dict[str, Any] = {"name": shape.name, "kernel": plan.kernel}
+    leaves = [t.requires_grad_() for t in shape.inputs(DEVICE)]
+    options = shape.options(DEVICE)
+    grad = torch.randn(shape.B, shape.Hq, shape.L, shape.Ev, device=DEVICE, dtype=shape.dtype)
+    for who, operator in OPERATORS.items():
+        try:
+            out = operator(*leaves, **options)
+            call = Captured(lambda out=out: torch.autograd.grad(out, leaves, grad, retain_graph=True))
+            row["ms" if who == "ours" else "torch_ms"] = statistics.median(call.times())
+            if who == "ours":
+                row["finite"] = all(bool(t.isfinite().all()) for t in call.out)
+        except Exception as error:
+            row[f"{who}_failed"] = first_line(error)
+            with contextlib.suppress(Exception):
+                torch.cuda.set_stream(torch.cuda.default_stream())
+    return row | ({"ratio": row["torch_ms"] / row["ms"]} if {"ms", "torch_ms"} <= row.keys() else {})
+
+
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The slowest ratio, how many are slower by more than 5 %, how good the choice of a kernel is, and what must not be: ours
     failing, NaN, the error rule broken."""
@@ -124,22 +147,24 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "shapes": len(rows),
         "compared": len(compared),
-        "slowest": {name: slowest[name] for name in ("name", "ratio", "ms", "torch_ms", "kernel")} if slowest else None,
+        "slowest": {name: slowest[name] for name in NAMED if name in slowest} if slowest else None,
         "slower_by_more_than_5_percent": sum(row["ratio"] < SLOWER for row in compared),
         "geometric_mean_ratio": statistics.geometric_mean(row["ratio"] for row in compared) if compared else None,
         "choice": choice_summary(rows),
         "torch_failed": sum("torch_failed" in row for row in rows),
         "ours_failed": sum("ours_failed" in row for row in rows),
         "not_finite": sum(not row.get("finite", True) for row in rows),
+        "errors_compared": sum("within_rule" in row for row in rows),
         "outside_rule": sum(not row.get("within_rule", True) for row in rows),
     }
 
 
 def worker(name: str, start: int) -> int:
     """Prints a line of JSON for each shape from `start` on; ends early, with 3, when the device is lost."""
-    with torch.no_grad():
+    of_gradients = name == "gradients"
+    with torch.set_grad_enabled(of_gradients):
         for shape in SHAPES[name][start:]:
-            print(json.dumps(measure(shape)), flush=True)
+            print(json.dumps((measure_gradients if of_gradients else measure)(shape)), flush=True)
             try:
                 torch.cuda.synchronize()
             except Exception:

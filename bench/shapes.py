@@ -1,10 +1,12 @@
-"""Fixed shapes on which ours must not be slower than PyTorch's default: 100 of 256 < E <= 512, 60 of 512 < E <= 1024 and 16 of
-decoding.
+"""Fixed shapes on which ours must not be slower than PyTorch's default: 100 of 256 < E <= 512, 60 of 512 < E <= 1024, 16 of
+decoding, and 60 of the first two whose gradients are compared.
 
 A line is B Hq Hk L S E Ev dtype kind; kind is "-", "causal" or one of cases.MASKS. PyTorch's default takes at most about 15 ms for
 each on an H100 (115 TFLOP/s there; with grouped queries it multiplies in float32 with all scores in memory). Keys under a mask come
 in multiples of 16: PyTorch's fused operators want masks with aligned rows.
 """
+
+import random
 
 import torch
 from cases import Case
@@ -226,3 +228,5 @@ DECODING = """
 """
 
 SHAPES = {"class512": parse(CLASS512), "class1024": parse(CLASS1024), "decoding": parse(DECODING)}
+# Of these the gradients of q, k and v: 60 drawn from the first two lists.
+SHAPES["gradients"] = random.Random(60).sample(SHAPES["class512"] + SHAPES["class1024"], 60)

@@ -173,7 +173,8 @@ def summary_text(name: str, summary: dict[str, Any]) -> str:
         )
     text += f"PyTorch's failed on {summary['torch_failed']}, ours on {summary['ours_failed']}"
     wrong = summary["not_finite"] + summary["outside_rule"]
-    return text + (f", errors outside the rule on {wrong}." if wrong else ", errors within the rule on all others.")
+    right = "errors within the rule" if summary.get("errors_compared", 1) else "finite"
+    return text + (f", errors outside the rule on {wrong}." if wrong else f", {right} on all others.")
 
 
 def shapes_table(record: dict[str, Any]) -> list[str]:

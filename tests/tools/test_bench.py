@@ -16,6 +16,7 @@ import pytest
 import record_shapes
 import torch
 import torch.nn.functional as F
+import training
 from cases import CASES, MASKS, SETS, Case
 from shapes import SHAPES
 
@@ -189,3 +190,16 @@ def test_peers_take_what_they_are_timed_on() -> None:
     assert {case.name for case in CASES if peers.takes(case)} == {*SETS["class512"], "dec512"}
     assert not peers.takes(small(E=512, dtype=torch.float16, causal=True))
     assert "not_available" in peers.measure({}, {}) or importlib.util.find_spec("ffpa_attn")
+
+
+def test_training_in_small(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three runs from one seed: the same first loss, and distances that are those of the curves."""
+    monkeypatch.setattr("sys.argv", ["training.py", "--small", "--device", "cpu", "--steps", "12"])
+    assert training.main() == 0
+    record = json.loads(capsys.readouterr().out)
+    losses = {name: run["losses"] for name, run in record["training"].items()}
+    assert list(losses) == ["math", "efficient", "attention_ext"] and all(len(curve) == 12 for curve in losses.values())
+    assert all(abs(curve[0] - losses["math"][0]) < 0.02 for curve in losses.values()) and record["small"]
+    assert len(set(losses["math"])) == 12, "it trains"
+    shifted = {"math": {"losses": [1.0, 2.0]}, "efficient": {"losses": [1.5, 2.0]}, "attention_ext": {"losses": [0.0, 3.0]}}
+    assert training.distances(shifted) == {"efficient": 0.25, "attention_ext": 1.0}
