@@ -71,6 +71,7 @@ def _sdpa(
     yield rows_of("with a gradient, forward", lambda operator: lambda: operator(*leaves), "forward")
     yield rows_of("with a gradient, forward and backward", both, "both")
     if compiled:
+        torch._dynamo.reset()  # its limit of recompilations counts all programs of one line of code
 
         def program(operator: Callable[..., Tensor]) -> Callable[[], Any]:
             made = torch.compile(lambda q, k, v: operator(q, k, v), fullgraph=True)

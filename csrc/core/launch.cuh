@@ -1,5 +1,5 @@
-// Launches: over more than one grid holds, as many as the limit asks for (one, in all but absurd cases); and such that begin while
-// the kernel before them ends.
+// Launches: over more than one grid holds, as many as the limit asks for (one, in all but absurd cases); and with what a plain launch
+// has no word for.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -32,29 +32,46 @@ cudaError_t launch_rows(void (*kernel)(Parameters...), int threads, int64_t rows
   });
 }
 
-// kernel(arguments...) by CTAs that may start while the kernel before them in the stream still runs, as it allows by
-// launch_dependents (device/sm90/dependent_launch.cuh): the kernel itself waits for it. cluster: CTAs of a cluster. sm_90.
+// How a kernel is launched.
+struct LaunchShape {
+  int64_t ctas;
+  int threads;
+  size_t shared_bytes = 0;  // dynamic
+  int cluster = 1;          // CTAs of a cluster; more than one: sm_90
+  // Its CTAs may start while the kernel before them in the stream still runs, as that one allows by launch_dependents
+  // (device/sm90/dependent_launch.cuh): the kernel itself waits for it. sm_90.
+  bool early = false;
+};
+
+// kernel(arguments...), whatever shared memory it asks for.
 template <class... Parameters, class... Arguments>
-cudaError_t launch_early(void (*kernel)(Parameters...), int64_t ctas, int cluster, int threads, int shared_bytes,
-                         cudaStream_t stream, const Arguments&... arguments) {
-  if (ctas == 0) return cudaSuccess;
+cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shape, cudaStream_t stream,
+                          const Arguments&... arguments) {
+  if (shape.ctas == 0) return cudaSuccess;
+  const int shared_bytes = static_cast<int>(shape.shared_bytes);
   if (shared_bytes > 48 * 1024) {
     const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (status != cudaSuccess) return status;
   }
   cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = cluster;
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  unsigned count = 0;
+  if (shape.early) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count].val.clusterDim.x = static_cast<unsigned>(shape.cluster);
+    attributes[count].val.clusterDim.y = attributes[count].val.clusterDim.z = 1;
+    ++count;
+  }
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
+  config.gridDim = dim3(static_cast<unsigned>(shape.ctas));
+  config.blockDim = dim3(static_cast<unsigned>(shape.threads));
+  config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = cluster > 1 ? 2 : 1;
+  config.numAttrs = count;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 

@@ -21,7 +21,6 @@
 #include "core/device_info.h"
 #include "core/launch.cuh"
 #include "device/sm80/cp_async.cuh"
-#include "device/sm90/dependent_launch.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -226,7 +225,6 @@ template <template <class> class Work, class Tile, class Params>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     wgmma_kernel(const __grid_constant__ Params params, const __grid_constant__ WgmmaMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  launch_dependents();
   const Work<Tile> work = {params};
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -242,7 +240,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
     mbarrier_fence_init();
   }
-  wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::kProducerRegisters>();
@@ -257,12 +254,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// Persistent CTAs: one for every SM, or fewer where there are fewer tiles. They may start while the kernel before them ends.
+// One CTA for every SM, or fewer where there are fewer tiles, of a kernel whose CTAs take one after another.
+template <class Tile, size_t kSharedBytes = sizeof(typename Tile::Shared), class... Parameters>
+cudaError_t launch_persistent(void (*kernel)(Parameters...), int64_t tiles, cudaStream_t stream,
+                              const Parameters&... parameters) {
+  static_assert(kSharedBytes <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+  const int64_t sms = current_device_info().sms;
+  return launch_kernel(kernel, {tiles < sms ? tiles : sms, Tile::kThreads, kSharedBytes}, stream, parameters...);
+}
+
 template <template <class> class Work, class Tile, class Params>
 cudaError_t launch_wgmma_tiles(const Params& params, const WgmmaMaps& maps, int64_t tiles, cudaStream_t stream) {
-  const int64_t sms = current_device_info().sms;
-  return launch_early(wgmma_kernel<Work, Tile, Params>, tiles < sms ? tiles : sms, 1, Tile::kThreads,
-                      static_cast<int>(sizeof(typename Tile::Shared)), stream, params, maps);
+  return launch_persistent<Tile>(wgmma_kernel<Work, Tile, Params>, tiles, stream, params, maps);
 }
 
 }  // namespace attention_ext

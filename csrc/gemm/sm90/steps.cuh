@@ -167,18 +167,4 @@ __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Lo
   }
 }
 
-// One CTA for every SM, or fewer where there are fewer tiles, of a kernel whose CTAs take one after another.
-template <class Tile, size_t kSharedBytes = sizeof(typename Tile::Shared), class... Parameters>
-cudaError_t launch_persistent(void (*kernel)(Parameters...), int64_t tiles, cudaStream_t stream,
-                              const Parameters&... parameters) {
-  if (tiles == 0) return cudaSuccess;
-  const int64_t sms = current_device_info().sms;
-  static_assert(kSharedBytes <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kSharedBytes));
-  if (status != cudaSuccess) return status;
-  kernel<<<static_cast<unsigned>(tiles < sms ? tiles : sms), Tile::kThreads, kSharedBytes, stream>>>(parameters...);
-  return cudaGetLastError();
-}
-
 }  // namespace attention_ext

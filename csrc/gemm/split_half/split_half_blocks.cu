@@ -35,7 +35,6 @@ template <int kCluster, int kQuads>
 __global__ void __launch_bounds__(kThreads) split_half_blocks_kernel(const __grid_constant__ Operands operands) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
-  wait_for_prerequisites();
   constexpr int kWarps = kThreads / 32, kRows = kSplitHalfBlock / kCluster / kWarps;  // kRows: of a warp
   constexpr float kSmallRow = 0x1p-16f;  // of the block's largest: from here on fewer than 22 bits are left
   __shared__ uint32_t s_warp_largest[kWarps], s_largest;
@@ -147,9 +146,9 @@ __global__ void __launch_bounds__(kThreads) split_half_blocks_kernel(const __gri
 
 template <int kCluster, int kQuads>
 cudaError_t launch(const Operands& operands, cudaStream_t stream) {
-  const unsigned blocks = operands.end[kOperands - 1];
-  return launch_early(split_half_blocks_kernel<kCluster, kQuads>, static_cast<int64_t>(blocks) * kCluster, kCluster, kThreads,
-                      0, stream, operands);
+  LaunchShape shape = {static_cast<int64_t>(operands.end[kOperands - 1]) * kCluster, kThreads};
+  shape.cluster = kCluster;
+  return launch_kernel(split_half_blocks_kernel<kCluster, kQuads>, shape, stream, operands);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include "attention/params.h"
 #include "attention/sm90/fused/kernel.cuh"
 #include "core/device_info.h"
+#include "core/launch.cuh"
 #include "core/tensor_map.h"
 #include "plan/sm90_fused.h"
 
@@ -23,28 +24,14 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kValueKeys);
   if (status != cudaSuccess) return status;
-  auto* kernel = fused_forward_kernel<Tile, kGeneral>;
-  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status != cudaSuccess) return status;
   const int64_t sms = current_device_info().sms;
   const FusedGrid grid =
       fused_grid(Tile::kClass, params.N, group, params.L, params.S, params.Ev, params.sequence.causal, kGeneral, sms);
 
-  // In one wave: start while the kernel before still runs; the kernel waits for it (wait_for_prerequisites). In more, later CTAs
-  // start late anyhow.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(grid.ctas));
-  config.blockDim = dim3(Tile::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = grid.ctas <= sms ? 1 : 0;
-  cudaLaunchKernelEx(&config, kernel, params, maps, static_cast<uint32_t>(grid.tiles), grid.columns);
-  return cudaGetLastError();
+  LaunchShape shape = {grid.ctas, Tile::kThreads, sizeof(typename Tile::Shared)};
+  shape.early = grid.ctas <= sms;  // of more than one wave later CTAs start late anyhow
+  return launch_kernel(fused_forward_kernel<Tile, kGeneral>, shape, stream, params, maps, static_cast<uint32_t>(grid.tiles),
+                       grid.columns);
 }
 
 template <class T, int kClass>

@@ -6,6 +6,7 @@
 #include "attention/sm90/rows/pieces.h"
 #include "attention/softmax/online_softmax.cuh"
 #include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/types.cuh"
 #include "device/sm90/dependent_launch.cuh"
@@ -108,23 +109,14 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t rows_combine(const ForwardParams& params, const RowsPieces& pieces, int64_t groups, float unit,
                          cudaStream_t stream) {
-  // Starts while the last pieces run, and waits for them.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(groups * params.key.group * params.L));
-  config.blockDim = dim3(kThreads);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
+  LaunchShape shape = {groups * params.key.group * params.L, kThreads};
+  shape.early = true;  // starts while the last pieces run, and waits for them
   return dispatch_half_type(params.type, [&](auto element) {
     using T = decltype(element);
     auto* kernel = pieces.pitch <= 64    ? rows_combine_kernel<T, 16>
                    : pieces.pitch <= 128 ? rows_combine_kernel<T, 32>
                                          : rows_combine_kernel<T, 64>;
-    cudaLaunchKernelEx(&config, kernel, params, pieces, unit);
-    return cudaGetLastError();
+    return launch_kernel(kernel, shape, stream, params, pieces, unit);
   });
 }
 

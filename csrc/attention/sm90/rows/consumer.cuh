@@ -122,11 +122,12 @@ class RowsConsumer {
   // The block that the next stage of keys holds, or -1 after the tile's last one.
   __device__ __forceinline__ int next_block() {
     wait(shared_.key_full, key_place_);
-    const int block = shared_.block[key_place_.slot];
-    unmasked_ = shared_.unmasked[key_place_.slot];
-    __syncwarp();  // all lanes have read them, before one of them releases the stage
+    int block = 0;
+    if (threadIdx.x % 32 == 0) block = shared_.block[key_place_.slot];  // the lane that releases the stage
+    block = __shfl_sync(0xffffffffu, block, 0);
     if (block < 0) release(shared_.key_empty, key_place_);
-    return block;
+    unmasked_ = block & 1;
+    return block >> 1;
   }
 
   // scores_ = Q K^T of the keys next in the ring, begun.

@@ -6,6 +6,7 @@
 #include "attention/sm90/rows/kernel.cuh"
 #include "core/device_info.h"
 #include "core/dispatch.h"
+#include "core/launch.cuh"
 #include "core/tensor_map.h"
 
 namespace attention_ext {
@@ -47,10 +48,6 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   if (status != cudaSuccess) return status;
   status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kN);
   if (status != cudaSuccess) return status;
-  auto* kernel = rows_forward_kernel<Tile, kGeneral>;
-  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
-  if (status != cudaSuccess) return status;
 
   const int64_t heads = params.N / group;
   // Causal tiles come longest first, of as many heads together as L2 keeps the keys and values of; but a section lasts for some
@@ -67,22 +64,11 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
     if (status != cudaSuccess) return status;
   }
 
-  // In one wave: start while the kernel before still runs; the kernel waits for it (wait_for_prerequisites). In more, later CTAs
-  // start late anyhow.
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.blockDim = dim3(Tile::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  config.attrs = &overlap;
   const auto launch = [&](int64_t tiles) {
     order.tiles = static_cast<uint32_t>(tiles);
-    config.gridDim = dim3(static_cast<unsigned>(std::min(tiles, sms)));
-    config.numAttrs = tiles <= sms ? 1 : 0;
-    cudaLaunchKernelEx(&config, kernel, params, maps, marks, order);
-    return cudaGetLastError();
+    LaunchShape shape = {std::min(tiles, sms), Tile::kThreads, sizeof(typename Tile::Shared)};
+    shape.early = tiles <= sms;  // of more than one wave later CTAs start late anyhow
+    return launch_kernel(rows_forward_kernel<Tile, kGeneral>, shape, stream, params, maps, marks, order);
   };
   if constexpr (!Tile::kSplits) return launch(grid.tiles);
 

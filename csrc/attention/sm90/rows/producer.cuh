@@ -100,8 +100,7 @@ class RowsProducer {
     mbarrier_wait(shared_address(&empty[place.slot]), place.parity ^ 1);
     if constexpr (kGeneral) {
       if (shows >= 0) {  // these are keys
-        shared_.block[place.slot] = block;
-        shared_.unmasked[place.slot] = shows == kAllShown;
+        shared_.block[place.slot] = 2 * block + (shows == kAllShown ? 1 : 0);
       }
     }
     const uint32_t s_full = shared_address(&full[place.slot]);

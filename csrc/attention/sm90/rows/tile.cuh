@@ -149,9 +149,10 @@ struct RowsTile {
     // they may still be in the one before.
     RowsWork<RowsTile> producer_work, work[kWorks];
     TensorPosition key_box, value_box;
-    int64_t mask_row[kM];            // offset of the mask's row, where there is a mask
-    int block[kStages];              // that a stage holds the keys of, -1 after the last one; in the general instance
-    bool unmasked[kStages];          // whether the mask shows all of that block to all of the tile
+    int64_t mask_row[kM];  // offset of the mask's row, where there is a mask
+    // Of the general instance: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of the
+    // tile; -1 after the last one.
+    int block[kStages];
     uint64_t query_full[kQueries];   // TMA arrives with the bytes of the query; the consumers wait
     uint64_t query_empty[kQueries];  // the consumers' warps arrive; the query's producer waits
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same

@@ -167,7 +167,9 @@ __global__ void __launch_bounds__(kThreads, 1) split_half_exact_kernel(const __g
 
 cudaError_t launch_split_half_exact(const SplitHalfExactParams& params, cudaStream_t stream) {
   const int64_t units = params.call.N * ceil_div(params.call.L, kExactRows), most = 8 * current_device_info().sms;
-  return launch_early(split_half_exact_kernel, std::min(units, most), 1, kThreads, 0, stream, params);
+  LaunchShape shape = {std::min(units, most), kThreads};
+  shape.early = true;
+  return launch_kernel(split_half_exact_kernel, shape, stream, params);
 }
 
 }  // namespace attention_ext

@@ -273,8 +273,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 template <class Tile, bool kMasked>
 cudaError_t launch_tile(const SplitHalfScoresParams& params, const FusedMaps& maps, cudaStream_t stream) {
   const int64_t tiles = params.slice.batch_count * ceil_div(params.L, Tile::kM), sms = current_device_info().sms;
-  return launch_early(split_half_fused_kernel<Tile, kMasked>, std::min(tiles, sms), 1, Tile::kThreads,
-                      static_cast<int>(sizeof(typename Tile::Shared)), stream, params, maps);
+  LaunchShape shape = {std::min(tiles, sms), Tile::kThreads, sizeof(typename Tile::Shared)};
+  shape.early = true;
+  return launch_kernel(split_half_fused_kernel<Tile, kMasked>, shape, stream, params, maps);
 }
 
 }  // namespace
