@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from client_tables import CLIENT_TABLES, client_title
 from speed_chart import chart
 from tables import CHART, README_TABLES, TABLES, title
 
@@ -34,7 +35,12 @@ def newest(found: dict[Path, dict[str, Any]]) -> Path:
 def filled(place: re.Match[str], found: dict[Path, dict[str, Any]]) -> str:
     """The place with its table from every record of the CPU or of a card that has it, each with where it is from."""
     lines: list[str] = []
-    for path, record in found.items():
+    if place[2] in CLIENT_TABLES:
+        begin, made_by, command = CLIENT_TABLES[place[2]]
+        for path in sorted((ROOT / "bench" / "results").glob(f"{begin}*.json")):
+            record = json.loads(path.read_text())
+            lines += [client_title(record), "", *made_by(record), "", f"From `bench/results/{path.name}`, by `{command}`.", ""]
+    for path, record in found.items() if place[2] not in CLIENT_TABLES else ():
         if (path.stem == "cpu") == (place[2] == "cpu") and (place[2] not in README_TABLES or path == newest(found)):
             command = "bench/record_cpu.py" if path.stem == "cpu" else "scripts/gpu_check WHEEL"
             if made := TABLES[place[2]](record):

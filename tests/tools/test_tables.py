@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import everyday
 import make_tables
+import pytest
 import record_shapes
 import speed_chart
 import tables
@@ -79,13 +81,37 @@ def test_tables_of_what_was_not_measured() -> None:
 def test_every_table_has_its_place_and_does_without_what_was_not_measured() -> None:
     pages = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))]
     places = [place[2] for page in pages for place in make_tables.PLACE.finditer(page)]
-    assert sorted(places) == sorted(tables.TABLES) and sum(page.count("<!-- table") for page in pages) == len(places)
+    assert sorted(places) == sorted([*tables.TABLES, *make_tables.CLIENT_TABLES])
+    assert sum(page.count("<!-- table") for page in pages) == len(places)
+        page.count("<!-- table") for page in pages
+    ) == len(places)
     kept = ("card", "csrc_tree", "ceilings", "driver", "torch", "date", "error_rule", "gpu_tests", "sanitizer", "sound")
     bare = {key: H100[key] for key in kept} | {"forward": {name: H100["forward"][name] for name in ("d64", "dec512")}}
     for name in tables.TABLES.keys() - {"cpu"}:
         whole, part = text_of(name, H100 | PARTS), text_of(name, bare)
         assert len(whole) > len(part) and "nan" not in whole, name
     assert "not sound" in tables.title(H100 | {"sound": False}) and "not sound" not in tables.title(H100 | {"sound": True})
+
+
+def test_tables_of_clients_and_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From files of their own: a row for each model and for each way of attention, and what could not be measured."""
+    about = {"card": "Some Card", "torch": "2.0", "csrc_tree": "a" * 40, "date": "2000-01-01"}
+    ours, default = {"ms": 2.0, "peak_bytes": 3 << 20, "kernels": {"sdpa: sm90_512": 6}}, {"ms": 5.0, "peak_bytes": 7 << 20}
+    clients = {"a model": {"attention_ext": ours, "default": default, "ratio": 2.5}, "another": {"not_available": "no room"}}
+    curve = {"losses": [4.0] + [1.0] * 10, "ms_per_step": 8.0}
+    training = {"training": {"math": curve, "attention_ext": curve | {"ms_per_step": 3.0}}, "distance": {"attention_ext": 0.25}}
+    (tmp_path / "bench" / "results").mkdir(parents=True)
+    for name, record in (("clients_a", {"transformers": "5", "clients": clients}), ("training_a", training)):
+        (tmp_path / "bench" / "results" / f"{name}.json").write_text(json.dumps(about | record))
+    monkeypatch.setattr(make_tables, "ROOT", tmp_path)
+    text = {}
+    for name in make_tables.CLIENT_TABLES:
+        place = f"<!-- table {name}: python scripts/make_tables.py -->\n<!-- end of table -->"
+        text[name] = make_tables.PLACE.sub(lambda found: make_tables.filled(found, {}), place)
+        assert "**Some Card**" in text[name] and f"`bench/results/{name}_a.json`, by `bench/{name}.py`" in text[name]
+        assert len({line.count("|") for line in text[name].splitlines() if line.startswith("|")}) == 1
+    assert "| a model | 2.00 | 5.00 | 2.50 | 3, 7 | 6 sdpa: sm90_512 |" in text["clients"] and "no room" in text["clients"]
+    assert "| attention_ext | 3.00 | 4.000 | 1.0000 | 0.25 |" in text["training"] and "| math | 8.00 |" in text["training"]
 
 
 def test_the_readme_shows_the_newest_record() -> None:
