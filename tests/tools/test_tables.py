@@ -83,8 +83,6 @@ def test_every_table_has_its_place_and_does_without_what_was_not_measured() -> N
     places = [place[2] for page in pages for place in make_tables.PLACE.finditer(page)]
     assert sorted(places) == sorted([*tables.TABLES, *make_tables.CLIENT_TABLES])
     assert sum(page.count("<!-- table") for page in pages) == len(places)
-        page.count("<!-- table") for page in pages
-    ) == len(places)
     kept = ("card", "csrc_tree", "ceilings", "driver", "torch", "date", "error_rule", "gpu_tests", "sanitizer", "sound")
     bare = {key: H100[key] for key in kept} | {"forward": {name: H100["forward"][name] for name in ("d64", "dec512")}}
     for name in tables.TABLES.keys() - {"cpu"}:
