@@ -7,7 +7,8 @@
 // Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
 // A third warpgroup's first warp loads: keys with values, a tile at a time, and in a ring queries with their gradients, and next to
 // them what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
-// Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or 32).
+// Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
+// 32, which lie where dP does while that is not there).
 #pragma once
 
 #include "attention/sm90/rows_backward/parts.cuh"
@@ -162,9 +163,10 @@ class ColumnConsumer {
   using T = typename Tile::T;
 
   __device__ __forceinline__ ColumnConsumer(const RowsBackwardParams& p, typename Tile::Shared& shared, int consumer)
-      : p_(p), shared_(shared), exponents_{p}, consumer_(consumer) {}
+      : p_(p), shared_(shared), exponents_{p}, turns_{consumer}, consumer_(consumer) {}
 
   __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
+    turns_.begin();
     RowsPlaces places(order.tiles);
 #pragma unroll 1
     while (places.next()) {
@@ -226,10 +228,12 @@ class ColumnConsumer {
     mbarrier_wait(shared_address(&shared_.full[slot]), stage_.parity);
     const bool careful = shared_.careful[slot][consumer_];
     const uint32_t s_rows = consumer_ * 64 * 128;
+    turns_.take();
     wgmma_fence();
     if constexpr (!kFirst) add_grads();
     multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(scores_, shared_address(shared_.key[place_][0]) + s_rows,
                                                        shared_address(shared_.query[slot][0]));
+    turns_.pass();
     wgmma_wait<0>();  // of all three, as dP takes the registers of their operands
     pin_registers(scores_);
     if constexpr (!kFirst) {
@@ -315,6 +319,7 @@ class ColumnConsumer {
   const RowsBackwardParams& p_;
   typename Tile::Shared& shared_;
   const Exponents<T> exponents_;
+  const Turns<Tile::kShape.turns> turns_;
   const int consumer_;
   RingPlace<Tile::kStages> stage_;
   uint32_t place_;                   // of the tile's keys and values

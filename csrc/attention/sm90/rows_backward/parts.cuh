@@ -39,6 +39,23 @@ constexpr int kRowsBackwardThreads = 128 * (kRowsBackwardConsumers + 1);
 constexpr int kRowsBackwardConsumerRegisters = 240, kRowsBackwardProducerRegisters = 24;
 static_assert(kRowsBackwardConsumers * kRowsBackwardConsumerRegisters + kRowsBackwardProducerRegisters <= 3 * 168);
 
+// Turns of the consumers at issuing products, so that they stay out of step. All take as many.
+template <bool kTurns>
+struct Turns {
+  static constexpr int kThreads = 128 * kRowsBackwardConsumers;
+  int consumer;
+
+  __device__ __forceinline__ void begin() const {  // consumer 0 has the first
+    if (kTurns && consumer == kRowsBackwardConsumers - 1) pass();
+  }
+  __device__ __forceinline__ void take() const {
+    if constexpr (kTurns) barrier_sync(kBarrierTurn + consumer, kThreads);
+  }
+  __device__ __forceinline__ void pass() const {
+    if constexpr (kTurns) barrier_arrive(kBarrierTurn + (consumer + 1) % kRowsBackwardConsumers, kThreads);
+  }
+};
+
 // A probability is P = 2^(product * unit + offset) times weight_scale. Of a query with a large log-sum-exp, or where the scale is
 // none to multiply exponents by, it is 2^((product * scale - lse) * log2 e + offset): the difference first.
 template <class T>

@@ -148,11 +148,12 @@ class RowGradConsumer {
   using T = typename Tile::T;
 
   __device__ __forceinline__ RowGradConsumer(const RowsBackwardParams& p, typename Tile::Shared& shared, int consumer)
-      : p_(p), shared_(shared), exponents_{p}, consumer_(consumer) {
+      : p_(p), shared_(shared), exponents_{p}, turns_{consumer}, consumer_(consumer) {
     row_ = consumer * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
   }
 
   __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
+    turns_.begin();
     RowsPlaces places(order.tiles);
 #pragma unroll 1
     while (places.next()) {
@@ -229,6 +230,7 @@ class RowGradConsumer {
     // A warpgroup's first query sees the fewest keys.
     const bool careful = work_->careful || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
     mbarrier_wait(shared_address(&shared_.key_full[slot]), stage_.parity);
+    turns_.take();
     wgmma_fence();
     multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(scores_, shared_address(shared_.query[place_][0]) + s_rows,
                                                        shared_address(shared_.key[slot][0]));
@@ -237,6 +239,7 @@ class RowGradConsumer {
     multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(weight_grads_, shared_address(shared_.grad_out[place_][0]) + s_rows,
                                                        shared_address(shared_.value[slot][0]));
     if constexpr (!kFirst) add_product<T>(query_grad_, score_grads_, shared_address(shared_.key[before_][0]));
+    turns_.pass();
     wgmma_wait<kFirst ? 1 : 2>();
     pin_registers(scores_);
     if (careful) {
@@ -293,6 +296,7 @@ class RowGradConsumer {
   const RowsBackwardParams& p_;
   typename Tile::Shared& shared_;
   const Exponents<T> exponents_;
+  const Turns<Tile::kShape.turns> turns_;
   const int consumer_;
   const typename Tile::Work* work_;  // of this tile
   RingPlace<Tile::kStages> stage_;   // of keys and of values
