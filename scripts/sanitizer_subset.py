@@ -14,7 +14,7 @@ OPS = torch.ops.attention_ext
 
 
 def run(
-    dtype: torch.dtype, L: int, S: int, E: int, Ev: int, kernel: str = "auto", backward: bool = True, **options: object
+    dtype: torch.dtype, L: int, S: int, E: int, Ev: int, kernel: str = "auto", backward: str | None = "auto", **options: object
 ) -> None:
     """Forward and backward of 2 heads, or of groups of 2 for each of 2 key heads (one key head would not be packed)."""
     heads = 4 if options.get("enable_gqa") else 2
@@ -24,10 +24,11 @@ def run(
     seed = torch.tensor([7], device="cuda") if p else None
     out, lse = OPS.sdpa_forward(q, k, v, mask, seed, p, causal, kernel_name=kernel, **options)
     assert out.isfinite().all()
-    if not backward:
+    if backward is None:
         return
     with_mask = mask is not None and mask.is_floating_point()
-    grads = OPS.sdpa_backward(torch.ones_like(out), None, q, k, v, mask, out, lse, seed, p, causal, mask_grad=with_mask, **options)
+    options |= {"mask_grad": with_mask, "kernel_name": backward}
+    grads = OPS.sdpa_backward(torch.ones_like(out), None, q, k, v, mask, out, lse, seed, p, causal, **options)
     assert all(grad.isfinite().all() for grad in grads)
 
 
@@ -77,11 +78,16 @@ def main() -> None:
         # CTAs stay, over tiles of one to three blocks of keys: 200 and 140 tiles of 128 rows on 132 processors, 140 and 136 of 64
         # rows. sm90_1024 in passes over all columns of values, in the last one with a tile a CTA. The backward pass is that of the
         # problems above.
-        run(half, 6400, 300, 64, 64, kernel="sm90_256", backward=False, causal=True, enable_gqa=True)
-        run(half, 8900, 130, 136, 256, kernel="sm90_256", backward=False, mask=torch.rand(1, 130, device="cuda") > 0.5)
-        run(half, 2240, 300, 320, 264, kernel="sm90_512", backward=False, causal=True, enable_gqa=True)
-        run(half, 4300, 130, 72, 520, kernel="sm90_1024", backward=False)
-        run(half, 2560, 70, 1024, 520, kernel="sm90_1024", backward=False, causal=True)
+        run(half, 6400, 300, 64, 64, kernel="sm90_256", backward=None, causal=True, enable_gqa=True)
+        run(half, 8900, 130, 136, 256, kernel="sm90_256", backward=None, mask=torch.rand(1, 130, device="cuda") > 0.5)
+        run(half, 2240, 300, 320, 264, kernel="sm90_512", backward=None, causal=True, enable_gqa=True)
+        run(half, 4300, 130, 72, 520, kernel="sm90_1024", backward=None)
+        run(half, 2560, 70, 1024, 520, kernel="sm90_1024", backward=None, causal=True)
+        # The backward of the row kernels, of both classes; with more tiles than CTAs.
+        for E, causal in ((64, False), (64, True), (128, False), (128, True)):
+            run(half, 70, 300, E, E, backward="sm90_256", causal=causal)
+            run(half, 300, 130, E, 40, backward="sm90_256", causal=causal, enable_gqa=True)
+        run(half, 4300, 8600, 64, 64, backward="sm90_256", causal=True, enable_gqa=True)
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         run_linear(dtype, 70, 133, 72, training=True)
         run_linear(dtype, 130, 300, 600, training=False)

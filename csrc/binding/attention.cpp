@@ -10,6 +10,7 @@
 #include "attention/sm90/pipeline/backward.h"
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/sm90/rows/rows.h"
+#include "attention/sm90/rows_backward/rows_backward.h"
 #include "attention/sm90/split_half/split_half.h"
 #include "binding/checks.h"
 #include "binding/choice.h"
@@ -29,6 +30,7 @@ struct BackwardLauncher {
 };
 constexpr BackwardLauncher kBackwardLaunchers[] = {
     {pipeline_backward, pipeline_backward_workspace, pipeline_backward_sums_mask},
+    {rows_backward, rows_backward_workspace, rows_backward_sums_mask},
     {wgmma_backward, wgmma_backward_workspace, wgmma_backward_sums_mask},
 };
 static_assert(std::size(kBackwardLaunchers) == std::tuple_size_v<BackwardTable>);

@@ -1,17 +1,42 @@
 // The backward's table of kernels. Their drivers plan their workspaces (backward.cpp in attention/pipeline/ and
-// attention/sm90/pipeline/).
+// attention/sm90/pipeline/, rows_backward.cpp in attention/sm90/rows_backward/).
 #include "plan/backward_slices.h"
 #include "plan/cost.h"
 #include "plan/kernels.h"
+#include "plan/sm90_rows_backward.h"
 
 namespace attention_ext {
 namespace {
 
-std::string wgmma_refuses(const Problem& p) {
+// What both backwards for Hopper refuse.
+std::string sm90_backward_refuses(const Problem& p) {
   const std::string clause = sm90_refuses(p, kTensorMapBatchDims);
   if (!clause.empty()) return clause;
   if (const char* why = not_for_tma(p.grad_out)) return std::string("grad_out") + why;
   if (p.key_group != p.value_group) return "key and value have different head counts";
+  return "";
+}
+
+std::string rows_refuses(const Problem& p) {
+  const std::string clause = sm90_backward_refuses(p);
+  if (!clause.empty()) return clause;
+  if (std::max(p.E, p.Ev) > kMostRowsBackward) return "it takes head dims up to " + std::to_string(kMostRowsBackward);
+  if (p.mask != MaskType::kNone) return "it takes no mask";
+  if (p.dropout) return "it takes no dropout";
+  if (times(p.L, p.key_group) > kMostWgmmaKeys) {
+    return "it loses precision beyond " + std::to_string(kMostWgmmaKeys) + " queries of a key head";
+  }
+  constexpr int64_t kMostTiles = int64_t{1} << 31;
+  const int64_t key_tiles = times(p.N / p.key_group, ceil_div(p.S, kRowsBackwardTile));
+  if (times(p.N, ceil_div(p.L, kRowsBackwardTile)) >= kMostTiles || key_tiles >= kMostTiles) {
+    return "it counts tiles in 32 bits, and here are more";
+  }
+  return "";
+}
+
+std::string wgmma_refuses(const Problem& p) {
+  const std::string clause = sm90_backward_refuses(p);
+  if (!clause.empty()) return clause;
   if (p.E % 8 != 0 || p.Ev % 8 != 0) return "it takes head dims that are multiples of 8";
   return "";
 }
@@ -19,6 +44,27 @@ std::string wgmma_refuses(const Problem& p) {
 // Five products where the forward has two; not fitted.
 int64_t pipeline_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   return times(5, pipeline_cost(p, card, cap, false)) / 2;
+}
+
+// What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows. Not fitted.
+int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
+  constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700;
+  if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;
+  if (p.empty()) return kFirst;
+  const RowsBackwardShape shape = rows_backward_shape(rows_backward_class(p.E, p.Ev));
+  // Tiles of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.
+  const auto kernel = [&](int64_t heads, int64_t rows, int64_t blocks, int64_t visible, int64_t block_ns) {
+    const int64_t tiles = times(heads, ceil_div(rows, kRowsBackwardTile)), longest = kTile + times(blocks, block_ns);
+    const int64_t all = times(tiles, kTile) + times(heads, visible, block_ns);
+    return p.causal ? std::max(longest, all / card.sms) : times(ceil_div(tiles, card.sms), longest);
+  };
+  const int64_t S = p.visible_keys(), key_blocks = ceil_div(S, shape.row_keys), query_blocks = ceil_div(p.L, shape.col_queries);
+  const int64_t row =
+      kernel(p.N, p.L, key_blocks, visible_blocks(p.L, S, kRowsBackwardTile, shape.row_keys, p.causal), shape.row_block_ns);
+  const int64_t column =
+      kernel(p.N / p.key_group, p.S, times(p.key_group, query_blocks),
+             times(p.key_group, visible_blocks(p.L, S, shape.col_queries, kRowsBackwardTile, p.causal)), shape.col_block_ns);
+  return std::min(kFirst + times(p.N, p.L, 4 * p.Ev) / kBytesPerNs + row + column, kMostCost);
 }
 
 // What its slices take, and before them delta of all rows.
@@ -35,6 +81,7 @@ int64_t wgmma_backward_cost(const Problem& p, const DeviceInfo& card, int64_t ca
 
 const BackwardTable kBackwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, nullptr, pipeline_backward_cost},
+    {"sm90_256", 90, rows_refuses, nullptr, nullptr, rows_backward_cost},
     {"sm90_pipeline", 90, wgmma_refuses, nullptr, nullptr, wgmma_backward_cost},
 }};
 

@@ -32,7 +32,7 @@ struct KernelRow {
 };
 
 using ForwardTable = std::array<KernelRow<Problem>, 6>;
-using BackwardTable = std::array<KernelRow<Problem>, 2>;
+using BackwardTable = std::array<KernelRow<Problem>, 3>;
 using LinearTable = std::array<KernelRow<LinearProblem>, 3>;
 
 // The first row of each takes everything. Of equal estimates the earlier row is chosen.

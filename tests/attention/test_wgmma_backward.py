@@ -31,7 +31,7 @@ def test_it_is_chosen() -> None:
     if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
         pytest.skip("this build has no kernels for Hopper")
     typical = {"N": 8, "L": 1024, "S": 1024, "E": 512, "Ev": 512}
-    for more in ({}, {"causal": 1}, {"E": 128, "Ev": 128, "N": 64}, {"L": 1 << 18, "S": 1 << 18}):
+    for more in ({}, {"causal": 1}, {"E": 264, "Ev": 264, "N": 64}, {"L": 1 << 18, "S": 1 << 18}):
         names, values = zip(*(typical | more).items(), strict=True)
         kernel, *_ = torch.ops.attention_ext.plan("backward", names, values, 90, 132, 1 << 27)
         assert kernel == "sm90_pipeline", more

@@ -29,12 +29,17 @@ SEES = {
     "attention/sm90/pipeline": (
         ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
     ),
+    "attention/sm90/rows_backward": (
+        *("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+        *("attention/pipeline", "attention/sm90/pipeline", "attention/sm90/rows"),
+    ),
     "attention/sm90/split_half": (
         ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
     ),
     "linear": ("core", "plan", "device", "gemm"),
     "binding": (
         *("core", "plan", "attention", "attention/pipeline", "attention/sm90/rows", "attention/sm90/fused"),
+        "attention/sm90/rows_backward",
         *("attention/sm90/pipeline", "attention/sm90/split_half", "linear"),
     ),
 }

@@ -27,6 +27,8 @@ def names() -> list[str]:
         "score_gradients_kernel",
         "16gradients_kernel",
         "large_lse_kernel",
+        "row_grad_kernel",
+        "column_grads_kernel",
     )
     halves = [f"_Z{kernel}I9WgmmaTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
     return [*fused, *halves, "_ZWgmmaLinearWorkI18SplitHalfWgmmaTileEEv"]

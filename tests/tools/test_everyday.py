@@ -108,7 +108,7 @@ def test_own_kernels_are_named_by_direction(monkeypatch: pytest.MonkeyPatch, mad
     names = iter(["torch: cudnn", "sm90_512", "torch: cudnn", "torch: flash"])
     monkeypatch.setattr(everyday.attention_ext, "explain", lambda *_, **__: SimpleNamespace(kernel=next(names)))
     call = small(everyday.EVERYDAY[0])
-    assert everyday.runs(call)["kernels"] == {"forward": "torch: cudnn", "both": "sm90_512", "backward": "sm90_pipeline"}
+    assert everyday.runs(call)["kernels"] == {"forward": "torch: cudnn", "both": "sm90_512", "backward": "sm90_256"}
     assert everyday.runs(call)["kernels"] == {"forward": "torch: cudnn", "both": "torch: flash", "backward": "torch: flash"}
 
 

@@ -82,6 +82,18 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
   "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
   "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
 
+#define ATTENTION_EXT_DESTINATION_96 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define ATTENTION_EXT_REGISTERS_96 \
+  "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), \
+  "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), \
+  "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), \
+  "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), \
+  "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), \
+  "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+
 #define ATTENTION_EXT_DESTINATION_112 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -161,8 +173,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
 
 template <class T, bool kColumnsB, bool kColumnsA, int kCount>
 __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b, bool fresh) {
-  static_assert(kCount == 32 || kCount == 40 || kCount == 56 || kCount == 64 || kCount == 96 || kCount == 128,
-                "n of 64, 80, 112, 128, 192 or 256");
+  static_assert(kCount == 32 || kCount == 40 || kCount == 48 || kCount == 56 || kCount == 64 || kCount == 96 || kCount == 128,
+                "n of 64, 80, 96, 112, 128, 192 or 256");
   constexpr bool kHalf = std::is_same_v<T, __half>;
   if constexpr (kCount == 32 && kHalf)
     ATTENTION_EXT_WGMMA("64", "f16", ATTENTION_EXT_DESTINATION_64, "%32", "%33", "%34", "%35", "%36",
@@ -176,6 +188,12 @@ __device__ __forceinline__ void wgmma(float (&d)[kCount], uint64_t a, uint64_t b
   else if constexpr (kCount == 40 && !kHalf)
     ATTENTION_EXT_WGMMA("80", "bf16", ATTENTION_EXT_DESTINATION_80, "%40", "%41", "%42", "%43", "%44",
                         ATTENTION_EXT_REGISTERS_80);
+  else if constexpr (kCount == 48 && kHalf)
+    ATTENTION_EXT_WGMMA("96", "f16", ATTENTION_EXT_DESTINATION_96, "%48", "%49", "%50", "%51", "%52",
+                        ATTENTION_EXT_REGISTERS_96);
+  else if constexpr (kCount == 48 && !kHalf)
+    ATTENTION_EXT_WGMMA("96", "bf16", ATTENTION_EXT_DESTINATION_96, "%48", "%49", "%50", "%51", "%52",
+                        ATTENTION_EXT_REGISTERS_96);
   else if constexpr (kCount == 56 && kHalf)
     ATTENTION_EXT_WGMMA("112", "f16", ATTENTION_EXT_DESTINATION_112, "%56", "%57", "%58", "%59", "%60",
                         ATTENTION_EXT_REGISTERS_112);
@@ -231,6 +249,8 @@ __device__ __forceinline__ void wgmma_from_registers(float (&d)[kCount], const u
 #undef ATTENTION_EXT_DESTINATION_64
 #undef ATTENTION_EXT_REGISTERS_64
 #undef ATTENTION_EXT_DESTINATION_80
+#undef ATTENTION_EXT_DESTINATION_96
+#undef ATTENTION_EXT_REGISTERS_96
 #undef ATTENTION_EXT_DESTINATION_112
 #undef ATTENTION_EXT_REGISTERS_112
 #undef ATTENTION_EXT_REGISTERS_80

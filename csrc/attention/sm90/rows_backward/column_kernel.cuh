@@ -1,0 +1,364 @@
+// The column kernel of the backward: dV = P^T dO and dK = scale * dS^T Q, where dS = P (dP - delta) and dP = dO V^T.
+//
+// A CTA takes 128 keys, 64 for each of two consumer warpgroups, and walks over blocks of queries, of all query heads of the keys'
+// group, from the last block to the first one that sees them. Scores are multiplied with keys as rows, so that P^T and dS^T never
+// leave registers: a result of wgmma lies there as a left operand of it does. Of block j, after block j + 1:
+//   dV += P_{j+1} dO_{j+1}, dK += dS_{j+1} Q_{j+1} and S_j = K Q_j^T | dP_j = V dO_j^T begins; P_j | dP_j is there: dS_j
+// Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
+// A third warpgroup's first warp loads: keys with values, a tile at a time, and in a ring queries with their gradients, and next to
+// them what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
+// Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
+// 32, which lie where dP does while that is not there).
+#pragma once
+
+#include "attention/sm90/rows_backward/parts.cuh"
+#include "attention/visibility/key_range.cuh"
+#include "device/sm90/tma.cuh"
+
+namespace attention_ext {
+
+template <class T_, int kClass>
+struct ColumnGradTile {
+  using T = T_;
+  static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass);
+  static constexpr int kN = kRowsBackwardTile;  // keys
+  static constexpr int kM = kShape.col_queries;
+  static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
+  static constexpr int kSteps = kShape.steps;
+  static constexpr int kPlaces = kShape.col_places, kStages = kShape.col_stages;
+
+  // What a tile is. It stays in shared memory, as registers are scarce.
+  struct Work {
+    uint32_t n;                    // flat batch index of the group's first query head
+    int key, keys;                 // the first one; those of the matrix that any query sees
+    int begin, end;                // blocks of queries that see some of the tile's
+    int64_t key_grad, value_grad;  // where the tile's first key lies
+  };
+  static constexpr int kWorks = kPlaces + 1;  // the consumers may still be in the tile before
+
+  // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
+  struct Shared {
+    alignas(1024) T key[kPlaces][kSteps][kN * kStep];
+    alignas(1024) T value[kPlaces][kSteps][kN * kStep];
+    alignas(1024) T query[kStages][kSteps][kM * kStep];
+    alignas(1024) T grad_out[kStages][kSteps][kM * kStep];
+    alignas(1024) T strip[kRowsBackwardConsumers * 4][16 * kStep];  // of each warp, for gradients on their way out
+    alignas(16) float lse[kStages][kM], offset[kStages][kM], delta[kStages][kM];  // Exponents::Row of a stage's queries
+    int block[kStages];                                                           // that a stage holds the queries of
+    bool careful[kStages][kRowsBackwardConsumers];  // whether some of its scores need careful_weight, or are hidden
+    Work work[kWorks];
+    uint64_t key_full[kPlaces];              // TMA arrives with the bytes of keys and values; the consumers wait
+    uint64_t key_empty[kPlaces];             // the consumers' warps arrive; the producer waits
+    uint64_t full[kStages], empty[kStages];  // the same of queries and their gradients
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+};
+
+// Loads. One warp.
+template <class Tile>
+class ColumnProducer {
+ public:
+  using T = typename Tile::T;
+
+  __device__ __forceinline__ ColumnProducer(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
+                                            typename Tile::Shared& shared)
+      : p_(p), maps_(maps), shared_(shared), exponents_{p} {}
+
+  __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
+    RowsPlaces places(order.tiles);
+#pragma unroll 1
+    while (places.next()) {
+      const uint32_t place = places.template query<Tile::kPlaces>();
+      mbarrier_wait(shared_address(&shared_.key_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
+      const auto at = order.at(places.place());
+      const uint32_t group = static_cast<uint32_t>(p_.key_group), n = at.head * group;
+      const int key = static_cast<int>(at.tile) * Tile::kN, keys = key_range(p_.sequence, n, p_.S).keys;
+      const int end = static_cast<int>((p_.L + Tile::kM - 1) / Tile::kM);
+      const int begin = key >= keys ? end : p_.sequence.causal ? min(key / Tile::kM, end) : 0;
+      __syncwarp();
+      if (elect_thread()) {
+        shared_.work[places.round() % Tile::kWorks] = {
+            n,
+            key,
+            keys,
+            begin,
+            end,
+            batch_offset(p_.batch, p_.grad_key, n, 0) + key * p_.grad_key.row_stride,
+            batch_offset(p_.batch, p_.grad_value, n, 0) + key * p_.grad_value.row_stride};
+        const uint32_t s_full = shared_address(&shared_.key_full[place]);
+        mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.key[0]) + sizeof(shared_.value[0]));
+        load(shared_.key[place], maps_.key, p_.key, n, key, s_full);
+        load(shared_.value[place], maps_.value, p_.value, n, key, s_full);
+      }
+#pragma unroll 1
+      for (uint32_t head = n; head < n + group; ++head) {
+        const float* g_lse = static_cast<const float*>(p_.lse.data) + batch_offset(p_.batch, p_.lse, head, 0);
+#pragma unroll 1
+        for (int block = end - 1; block >= begin; --block) load_block(head, g_lse, block, key);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kRowsOfLane = Tile::kM / 32;
+  static_assert(Tile::kM % 32 == 0);
+
+  template <int kElements>
+  __device__ __forceinline__ void load(T (&to)[Tile::kSteps][kElements], const CUtensorMap& map, const MatrixView& view,
+                                       uint32_t n, int row, uint32_t s_full) const {
+    TensorPosition box;
+    box.at[1] = row;
+    set_batch(box, p_.batch, view, n);
+#pragma unroll
+    for (int step = 0; step < Tile::kSteps; ++step) {
+      box.at[0] = step * Tile::kStep;
+      tma_load(shared_address(to[step]), &map, box, s_full);
+    }
+  }
+
+  __device__ __forceinline__ void load_block(uint32_t n, const float* g_lse, int block, int key) {
+    const int lane = threadIdx.x % 32, query = block * Tile::kM;
+    typename Exponents<T>::Row rows[kRowsOfLane];
+    bool careful = false;
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      rows[i] = exponents_.row(g_lse, static_cast<int64_t>(n) * p_.L, query + lane + 32 * i);
+      careful = careful || exponents_.careful(rows[i].lse);
+    }
+    careful = __any_sync(0xffffffffu, careful);
+    const int slot = stage_.slot;
+    mbarrier_wait(shared_address(&shared_.empty[slot]), stage_.parity ^ 1);
+#pragma unroll
+    for (int i = 0; i < kRowsOfLane; ++i) {
+      shared_.lse[slot][lane + 32 * i] = rows[i].lse;
+      shared_.offset[slot][lane + 32 * i] = rows[i].offset;
+      shared_.delta[slot][lane + 32 * i] = rows[i].delta;
+    }
+    if (lane < kRowsBackwardConsumers) {
+      // A query before a key does not see it; a consumer's last key is its 64th.
+      shared_.careful[slot][lane] = careful || (p_.sequence.causal && query < key + lane * 64 + 63);
+      if (lane == 0) shared_.block[slot] = block;
+    }
+    __syncwarp();  // all lanes' values are there before one of them arrives
+    if (elect_thread()) {
+      const uint32_t s_full = shared_address(&shared_.full[slot]);
+      mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.query[0]) + sizeof(shared_.grad_out[0]));
+      load(shared_.query[slot], maps_.query, p_.query, n, query, s_full);
+      load(shared_.grad_out[slot], maps_.grad_out, p_.grad_out, n, query, s_full);
+    }
+    stage_.advance();
+  }
+
+  const RowsBackwardParams& p_;
+  const RowsBackwardMaps& maps_;
+  typename Tile::Shared& shared_;
+  const Exponents<T> exponents_;
+  RingPlace<Tile::kStages> stage_;
+};
+
+// One consumer warpgroup.
+template <class Tile>
+class ColumnConsumer {
+ public:
+  using T = typename Tile::T;
+
+  __device__ __forceinline__ ColumnConsumer(const RowsBackwardParams& p, typename Tile::Shared& shared, int consumer)
+      : p_(p), shared_(shared), exponents_{p}, turns_{consumer}, consumer_(consumer) {}
+
+  __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
+    turns_.begin();
+    RowsPlaces places(order.tiles);
+#pragma unroll 1
+    while (places.next()) {
+      place_ = places.template query<Tile::kPlaces>();
+      mbarrier_wait(shared_address(&shared_.key_full[place_]), places.template parity<Tile::kPlaces>());
+      const auto& work = shared_.work[places.round() % Tile::kWorks];
+      work_ = &work;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+        for (int i = 0; i < 32 * kPartSteps; ++i) key_grad_[part][i] = value_grad_[part][i] = 0.0f;
+      }
+      int left = (work.end - work.begin) * static_cast<int>(p_.key_group);
+      const bool any = left > 0;
+      if (any) {
+        step<true>();
+#pragma unroll 1
+        while (--left > 0) step<false>();
+      }
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
+      if (any) {
+        wgmma_fence();
+        add_grads();
+        wgmma_wait<0>();
+        pin_grads();
+        release();
+      }
+      finish(work);
+    }
+  }
+
+ private:
+  static constexpr int kScores = Tile::kM / 2;
+  static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or their gradients
+  static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dK, by instruction
+
+  __device__ __forceinline__ void pin_grads() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      pin_registers(value_grad_[part]);
+      pin_registers(key_grad_[part]);
+    }
+  }
+  // dV and dK of the block before, begun.
+  __device__ __forceinline__ void add_grads() {
+    add_product<T>(value_grad_, weights_, shared_address(shared_.grad_out[before_][0]));
+    add_product<T>(key_grad_, score_grads_, shared_address(shared_.query[before_][0]));
+  }
+  // The stage of the block before.
+  __device__ __forceinline__ void release() const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[before_]));
+  }
+
+  // A block of queries. kFirst: of the tile's. An operand in registers is made while no product is under way: ptxas would wait for
+  // each product on its own.
+  template <bool kFirst>
+  __device__ __forceinline__ void step() {
+    const int slot = stage_.slot;
+    mbarrier_wait(shared_address(&shared_.full[slot]), stage_.parity);
+    const bool careful = shared_.careful[slot][consumer_];
+    const uint32_t s_rows = consumer_ * 64 * 128;
+    turns_.take();
+    wgmma_fence();
+    if constexpr (!kFirst) add_grads();
+    multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(scores_, shared_address(shared_.key[place_][0]) + s_rows,
+                                                       shared_address(shared_.query[slot][0]));
+    turns_.pass();
+    wgmma_wait<0>();  // of all three, as dP takes the registers of their operands
+    pin_registers(scores_);
+    if constexpr (!kFirst) {
+      pin_grads();
+      release();
+    }
+    wgmma_fence();
+    multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(weight_grads_, shared_address(shared_.value[place_][0]) + s_rows,
+                                                       shared_address(shared_.grad_out[slot][0]));
+    if (careful) {
+      make_weights<true>(slot);
+    } else {
+      make_weights<false>(slot);
+    }
+    wgmma_wait<0>();
+    pin_registers(weight_grads_);
+    make_score_grads(slot);
+    if (careful) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        if (scores_[i] == 0.0f) weight_grads_[i] = 0.0f;  // whatever a key that is not seen holds
+      }
+    }
+    pack<T>(weights_, scores_);
+    pack<T>(score_grads_, weight_grads_);
+    before_ = slot;
+    stage_.advance();
+  }
+
+  // scores_: products -> P times weight_scale.
+  template <bool kCareful>
+  __device__ __forceinline__ void make_weights(int slot) {
+    const int col = threadIdx.x % 4 * 2;
+    int from_key = 8;  // of this thread's first query: from its first key; the other key is 8 further
+    if (kCareful && p_.sequence.causal) {
+      from_key =
+          shared_.block[slot] * Tile::kM + col - work_->key - consumer_ * 64 - threadIdx.x / 32 % 4 * 16 - threadIdx.x % 32 / 4;
+    }
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {  // two adjacent queries, 8 apart
+      const float2 offset = *reinterpret_cast<const float2*>(&shared_.offset[slot][col + 8 * i]);
+      if constexpr (!kCareful) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores_[4 * i + e] = exponents_.weight(scores_[4 * i + e], e % 2 == 0 ? offset.x : offset.y);
+        }
+      } else {
+        const float2 lse = *reinterpret_cast<const float2*>(&shared_.lse[slot][col + 8 * i]);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float weight =
+              exponents_.careful_weight(scores_[4 * i + e], e % 2 == 0 ? lse.x : lse.y, e % 2 == 0 ? offset.x : offset.y);
+          scores_[4 * i + e] = 8 * i + e % 2 + from_key < e / 2 * 8 ? 0.0f : weight;
+        }
+      }
+    }
+  }
+
+  // weight_grads_: dP -> dS.
+  __device__ __forceinline__ void make_score_grads(int slot) {
+    const int col = threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kScores / 4; ++i) {
+      const float2 delta = *reinterpret_cast<const float2*>(&shared_.delta[slot][col + 8 * i]);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& grad = weight_grads_[4 * i + e];
+        grad = scores_[4 * i + e] * fmaf(grad, Exponents<T>::kUnscale, e % 2 == 0 ? delta.x : delta.y);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void finish(const typename Tile::Work& work) const {
+    const int warp_row = consumer_ * 64 + threadIdx.x / 32 % 4 * 16;  // of the tile's keys
+    const int rows = static_cast<int>(p_.S) - work.key - warp_row, seen = work.keys - work.key - warp_row;
+    const uint32_t s_strip = shared_address(shared_.strip[threadIdx.x / 32]);
+    store_grad<T>(key_grad_, p_.scale_factor, p_.grad_key, work.key_grad + warp_row * p_.grad_key.row_stride, rows, seen,
+                  static_cast<int>(p_.E), p_.wide_grads, s_strip);
+    store_grad<T>(value_grad_, Exponents<T>::kUnscale, p_.grad_value, work.value_grad + warp_row * p_.grad_value.row_stride,
+                  rows, seen, static_cast<int>(p_.Ev), p_.wide_grads, s_strip);
+  }
+
+  const RowsBackwardParams& p_;
+  typename Tile::Shared& shared_;
+  const Exponents<T> exponents_;
+  const Turns<Tile::kShape.turns> turns_;
+  const int consumer_;
+  RingPlace<Tile::kStages> stage_;
+  uint32_t place_;                   // of the tile's keys and values
+  int before_;                       // stage of the block before
+  const typename Tile::Work* work_;  // of this tile
+  float key_grad_[kParts][32 * kPartSteps], value_grad_[kParts][32 * kPartSteps];
+  float scores_[kScores], weight_grads_[kScores];
+  uint32_t weights_[kSlices][4], score_grads_[kSlices][4];
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(kRowsBackwardThreads, 1)
+    column_grads_kernel(const __grid_constant__ RowsBackwardParams p, const __grid_constant__ RowsBackwardMaps maps,
+                        const __grid_constant__ RowsBackwardOrder order) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  constexpr int kArrivals = 4 * kRowsBackwardConsumers;
+  if (threadIdx.x < Tile::kStages) {
+    mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
+    mbarrier_init(shared_address(&shared.empty[threadIdx.x]), kArrivals);
+    if (threadIdx.x < Tile::kPlaces) {
+      mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
+      mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), kArrivals);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  if (warpgroup == kRowsBackwardConsumers) {
+    give_registers<kRowsBackwardProducerRegisters>();
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) ColumnProducer<Tile>(p, maps, shared).run(order);
+  } else {
+    take_registers<kRowsBackwardConsumerRegisters>();
+    ColumnConsumer<Tile>(p, shared, warpgroup).run(order);
+  }
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
+}
+
+}  // namespace attention_ext

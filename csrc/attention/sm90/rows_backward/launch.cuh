@@ -1,0 +1,66 @@
+// The launches that the head-dim classes of the row kernels' backward share.
+#pragma once
+
+#include "attention/sm90/rows_backward/column_kernel.cuh"
+#include "attention/sm90/rows_backward/row_kernel.cuh"
+#include "core/device_info.h"
+#include "core/tensor_map.h"
+
+namespace attention_ext {
+
+// query_rows, key_rows: of the boxes of each pair of operands.
+inline cudaError_t make_maps(RowsBackwardMaps& maps, const RowsBackwardParams& p, int query_rows, int key_rows) {
+  cudaError_t status = make_tensor_map(maps.query, p.type, p.batch, p.query, p.L, p.E, query_rows);
+  if (status == cudaSuccess) status = make_tensor_map(maps.grad_out, p.type, p.batch, p.grad_out, p.L, p.Ev, query_rows);
+  if (status == cudaSuccess) status = make_tensor_map(maps.key, p.type, p.batch, p.key, p.S, p.E, key_rows);
+  if (status == cudaSuccess) status = make_tensor_map(maps.value, p.type, p.batch, p.value, p.S, p.Ev, key_rows);
+  return status;
+}
+
+// Tiles of `rows` queries or keys of each of so many heads, whose blocks come from `others` rows of the other pair of operands.
+// Causal tiles come longest first, of as many heads together as L2 keeps the blocks of; but a section lasts for some rounds over
+// the SMs, as their loads only even out within one.
+inline RowsBackwardOrder order_of(const RowsBackwardParams& p, int64_t heads, int64_t rows, int64_t others, int64_t sms) {
+  constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
+  const int64_t of_head = ceil_div(rows, kRowsBackwardTile), tiles = heads * of_head;
+  const int64_t section =
+      std::max(kSectionBytes / (others * (p.E + p.Ev) * element_bytes(p.type)), ceil_div(kSectionRounds * sms, of_head));
+  return {static_cast<uint32_t>(tiles), static_cast<uint32_t>(of_head),
+          p.sequence.causal ? static_cast<uint32_t>(std::min(section, heads)) : 1};
+}
+
+template <class Tile>
+cudaError_t launch_tiles(void (*kernel)(RowsBackwardParams, RowsBackwardMaps, RowsBackwardOrder),
+                         const RowsBackwardParams& params, const RowsBackwardMaps& maps, const RowsBackwardOrder& order,
+                         int64_t sms, cudaStream_t stream) {
+  constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
+  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  if (status != cudaSuccess) return status;
+  const unsigned ctas = static_cast<unsigned>(std::min<int64_t>(order.tiles, sms));
+  kernel<<<ctas, kRowsBackwardThreads, kSharedBytes, stream>>>(params, maps, order);
+  return cudaGetLastError();
+}
+
+template <int kClass>
+cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream) {
+  params.scale_factor = static_cast<float>(params.scale);
+  params.unit = params.scale_factor * kLog2E;
+  params.differences = !scales_exponents(params.scale_factor);
+  const int64_t sms = current_device_info().sms, key_heads = params.N / params.key_group;
+  return dispatch_half_type(params.type, [&](auto element) {
+    using ColumnTile = ColumnGradTile<decltype(element), kClass>;
+    using RowTile = RowGradTile<decltype(element), kClass>;
+    RowsBackwardMaps maps;
+    cudaError_t status = make_maps(maps, params, ColumnTile::kM, ColumnTile::kN);
+    if (status != cudaSuccess) return status;
+    status = launch_tiles<ColumnTile>(column_grads_kernel<ColumnTile>, params, maps,
+                                      order_of(params, key_heads, params.S, params.L * params.key_group, sms), sms, stream);
+    if (status != cudaSuccess) return status;
+    status = make_maps(maps, params, RowTile::kM, RowTile::kN);
+    if (status != cudaSuccess) return status;
+    return launch_tiles<RowTile>(row_grad_kernel<RowTile>, params, maps, order_of(params, params.N, params.L, params.S, sms),
+                                 sms, stream);
+  });
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,350 @@
+// The row kernel of the backward: dQ = scale * dS K, where dS = P (dP - delta) and dP = dO V^T.
+//
+// A CTA takes 128 queries of a head, 64 for each of two consumer warpgroups, and walks over blocks of keys from the last one to the
+// first. dS never leaves registers: a result of wgmma lies there as a left operand of it does. Of block j, after block j + 1:
+//   S_j = Q K_j^T, dP_j = dO V_j^T, dQ += dS_{j+1} K_{j+1} begin | S_j is there: P_j | dP_j is there: dS_j | dQ is there: packed
+// A third warpgroup loads: a thread keys and values, in rings of their own, and a warp queries with their gradients, a tile at a
+// time, and what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
+// Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ 32 or 64, S and dP 128 or 96, dS 32 or 24).
+#pragma once
+
+#include "attention/sm90/rows_backward/parts.cuh"
+#include "attention/visibility/key_range.cuh"
+#include "device/sm90/tma.cuh"
+#include "gemm/sm90/clear_rows.cuh"
+
+namespace attention_ext {
+
+template <class T_, int kClass>
+struct RowGradTile {
+  using T = T_;
+  static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass);
+  static constexpr int kM = kRowsBackwardTile;  // queries
+  static constexpr int kN = kShape.row_keys;
+  static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
+  static constexpr int kSteps = kShape.steps;
+  static constexpr int kPlaces = kShape.row_places, kStages = kShape.row_stages;
+
+  // What a tile is. It stays in shared memory, as registers are scarce.
+  struct Work {
+    int row, keys;       // the first query; the keys that any of them sees
+    bool careful;        // whether some need careful_weight
+    int64_t query_grad;  // where the first one lies
+  };
+  static constexpr int kWorks = kPlaces + 1;  // the consumers may still be in the tile before
+
+  // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
+  struct Shared {
+    alignas(1024) T query[kPlaces][kSteps][kM * kStep];
+    alignas(1024) T grad_out[kPlaces][kSteps][kM * kStep];
+    alignas(1024) T key[kStages][kSteps][kN * kStep];
+    alignas(1024) T value[kStages][kSteps][kN * kStep];
+    alignas(1024) T strip[kRowsBackwardConsumers * 4][16 * kStep];    // of each warp, for gradients on their way out
+    float lse[kPlaces][kM], offset[kPlaces][kM], delta[kPlaces][kM];  // Exponents::Row of a tile's queries
+    Work work[kWorks];
+    uint64_t query_full[kPlaces];   // TMA arrives with the bytes of queries and their gradients; the consumers wait
+    uint64_t query_empty[kPlaces];  // the consumers' warps arrive; the producer waits
+    uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same
+  };
+  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+};
+
+// What a tile of the order is.
+template <class Tile>
+struct RowGradPlace {
+  uint32_t n;
+  int row, keys;
+
+  __device__ __forceinline__ RowGradPlace(const RowsBackwardParams& p, const RowsBackwardOrder& order, uint32_t place) {
+    const auto at = order.at(place);
+    n = at.head;
+    row = static_cast<int>(order.tiles_of_head - 1 - at.tile) * Tile::kM;
+    keys = key_range(p.sequence, n, p.S).end_of_tile(row, min(Tile::kM, static_cast<int>(p.L) - row));
+  }
+};
+
+// Loads keys and values. One thread.
+template <class Tile>
+__device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
+                                          typename Tile::Shared& shared, const RowsBackwardOrder& order) {
+  RingPlace<Tile::kStages> stage;  // of keys and of values
+  RowsPlaces places(order.tiles);
+#pragma unroll 1
+  while (places.next()) {
+    const RowGradPlace<Tile> at(p, order, places.place());
+    TensorPosition key, value;
+    set_batch(key, p.batch, p.key, at.n);
+    set_batch(value, p.batch, p.value, at.n);
+#pragma unroll 1
+    for (int block = (at.keys + Tile::kN - 1) / Tile::kN - 1; block >= 0; --block) {
+      const auto load = [&](auto& to, uint64_t* full, uint64_t* empty, const CUtensorMap& map, TensorPosition& box) {
+        mbarrier_wait(shared_address(&empty[stage.slot]), stage.parity ^ 1);
+        const uint32_t s_full = shared_address(&full[stage.slot]);
+        mbarrier_arrive_expect_bytes(s_full, sizeof(to[0]));
+        box.at[1] = block * Tile::kN;
+#pragma unroll
+        for (int step = 0; step < Tile::kSteps; ++step) {
+          box.at[0] = step * Tile::kStep;
+          tma_load(shared_address(to[stage.slot][step]), &map, box, s_full);
+        }
+      };
+      load(shared.key, shared.key_full, shared.key_empty, maps.key, key);
+      load(shared.value, shared.value_full, shared.value_empty, maps.value, value);
+      stage.advance();
+    }
+  }
+}
+
+// Loads queries with their gradients, and says what a tile is. One warp.
+template <class Tile>
+__device__ __forceinline__ void load_queries(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
+                                             typename Tile::Shared& shared, const RowsBackwardOrder& order) {
+  const Exponents<typename Tile::T> exponents = {p};
+  RowsPlaces places(order.tiles);
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  while (places.next()) {
+    const RowGradPlace<Tile> at(p, order, places.place());
+    const uint32_t place = places.template query<Tile::kPlaces>();
+    mbarrier_wait(shared_address(&shared.query_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
+    const float* g_lse = static_cast<const float*>(p.lse.data) + batch_offset(p.batch, p.lse, at.n, 0);
+    bool careful = false;
+#pragma unroll
+    for (int row = 0; row < Tile::kM; row += 32) {
+      const auto values = exponents.row(g_lse, static_cast<int64_t>(at.n) * p.L, at.row + row + lane);
+      shared.lse[place][row + lane] = values.lse;
+      shared.offset[place][row + lane] = values.offset;
+      shared.delta[place][row + lane] = values.delta;
+      careful = careful || exponents.careful(values.lse);
+    }
+    careful = __any_sync(0xffffffffu, careful);
+    __syncwarp();  // all lanes' values are there before one of them arrives
+    if (elect_thread()) {
+      shared.work[places.round() % Tile::kWorks] = {
+          at.row, at.keys, careful, batch_offset(p.batch, p.grad_query, at.n, 0) + at.row * p.grad_query.row_stride};
+      const uint32_t s_full = shared_address(&shared.query_full[place]);
+      mbarrier_arrive_expect_bytes(s_full, sizeof(shared.query[0]) + sizeof(shared.grad_out[0]));
+      const auto load = [&](auto& to, const CUtensorMap& map, const MatrixView& view) {
+        TensorPosition box;
+        box.at[1] = at.row;
+        set_batch(box, p.batch, view, at.n);
+#pragma unroll 1
+        for (int step = 0; step < Tile::kSteps; ++step) {
+          box.at[0] = step * Tile::kStep;
+          tma_load(shared_address(to[step]), &map, box, s_full);
+        }
+      };
+      load(shared.query[place], maps.query, p.query);
+      load(shared.grad_out[place], maps.grad_out, p.grad_out);
+    }
+    __syncwarp();
+  }
+}
+
+// One consumer warpgroup.
+template <class Tile>
+class RowGradConsumer {
+ public:
+  using T = typename Tile::T;
+
+  __device__ __forceinline__ RowGradConsumer(const RowsBackwardParams& p, typename Tile::Shared& shared, int consumer)
+      : p_(p), shared_(shared), exponents_{p}, turns_{consumer}, consumer_(consumer) {
+    row_ = consumer * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4;
+  }
+
+  __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
+    turns_.begin();
+    RowsPlaces places(order.tiles);
+#pragma unroll 1
+    while (places.next()) {
+      place_ = places.template query<Tile::kPlaces>();
+      mbarrier_wait(shared_address(&shared_.query_full[place_]), places.template parity<Tile::kPlaces>());
+      work_ = &shared_.work[places.round() % Tile::kWorks];
+      begin_tile();
+      int block = (work_->keys + Tile::kN - 1) / Tile::kN - 1;
+      const bool any = block >= 0;
+      if (any) {
+        clear_hidden_keys(block);
+        step<true>(block);
+#pragma unroll 1
+        while (--block >= 0) step<false>(block);
+      }
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty[place_]));
+      if (any) {
+        wgmma_fence();
+        add_product<T>(query_grad_, score_grads_, shared_address(shared_.key[before_][0]));
+        wgmma_wait<0>();
+        pin_query_grad();
+        release(shared_.key_empty, before_);
+      }
+      const int warp_row = consumer_ * 64 + threadIdx.x / 32 % 4 * 16, rows = static_cast<int>(p_.L) - work_->row - warp_row;
+      store_grad<T>(query_grad_, p_.scale_factor, p_.grad_query, work_->query_grad + warp_row * p_.grad_query.row_stride, rows,
+                    rows, static_cast<int>(p_.E), p_.wide_grads, shared_address(shared_.strip[threadIdx.x / 32]));
+    }
+  }
+
+ private:
+  static constexpr int kScores = Tile::kN / 2;
+  static constexpr int kSlices = Tile::kN / 16;  // of a block, each the k of one product with keys
+  static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dQ, by instruction
+
+  __device__ __forceinline__ void release(uint64_t* empty, int slot) const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&empty[slot]));
+  }
+  __device__ __forceinline__ void pin_query_grad() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) pin_registers(query_grad_[part]);
+  }
+  // Keys that a query of the tile sees, and queries after the last one as that one.
+  __device__ __forceinline__ int end_of_row(int row) const {
+    return KeyRange{p_.sequence.causal, work_->keys}.end_of_row(work_->row + row);
+  }
+
+  __device__ __forceinline__ void begin_tile() {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+      for (int i = 0; i < 32 * kPartSteps; ++i) query_grad_[part][i] = 0.0f;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      offset_[half] = shared_.offset[place_][row_ + 8 * half];
+      delta_[half] = shared_.delta[place_][row_ + 8 * half];
+    }
+  }
+
+  // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
+  __device__ __forceinline__ void clear_hidden_keys(int block) {
+    const int seen = work_->keys - block * Tile::kN;
+    if (p_.sequence.key_lengths == nullptr || seen >= Tile::kN) return;
+    mbarrier_wait(shared_address(&shared_.key_full[stage_.slot]), stage_.parity);
+    clear_rows(shared_address(shared_.key[stage_.slot][0]), Tile::kSteps, Tile::kN, seen, kBarrierRowsOwn + consumer_);
+  }
+
+  // A block of keys. kFirst: of the tile's. An operand in registers is made while no product is under way: ptxas would wait for
+  // each product on its own.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(int block) {
+    const int slot = stage_.slot;
+    const uint32_t s_rows = consumer_ * 64 * 128;
+    // A warpgroup's first query sees the fewest keys.
+    const bool careful = work_->careful || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
+    mbarrier_wait(shared_address(&shared_.key_full[slot]), stage_.parity);
+    turns_.take();
+    wgmma_fence();
+    multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(scores_, shared_address(shared_.query[place_][0]) + s_rows,
+                                                       shared_address(shared_.key[slot][0]));
+    mbarrier_wait(shared_address(&shared_.value_full[slot]), stage_.parity);
+    wgmma_fence();
+    multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(weight_grads_, shared_address(shared_.grad_out[place_][0]) + s_rows,
+                                                       shared_address(shared_.value[slot][0]));
+    if constexpr (!kFirst) add_product<T>(query_grad_, score_grads_, shared_address(shared_.key[before_][0]));
+    turns_.pass();
+    wgmma_wait<kFirst ? 1 : 2>();
+    pin_registers(scores_);
+    if (careful) {
+      make_weights<true>(block);
+    } else {
+      make_weights<false>(block);
+    }
+    wgmma_wait<kFirst ? 0 : 1>();
+    pin_registers(weight_grads_);
+    release(shared_.value_empty, slot);
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      weight_grads_[i] = scores_[i] * fmaf(weight_grads_[i], Exponents<T>::kUnscale, delta_[i / 2 % 2]);
+    }
+    if (careful) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        if (scores_[i] == 0.0f) weight_grads_[i] = 0.0f;  // whatever a key that is not seen holds
+      }
+    }
+    if constexpr (!kFirst) {
+      wgmma_wait<0>();
+      pin_query_grad();
+      release(shared_.key_empty, before_);
+    }
+    pack<T>(score_grads_, weight_grads_);
+    before_ = slot;
+    stage_.advance();
+  }
+
+  // scores_: products -> P times weight_scale.
+  template <bool kCareful>
+  __device__ __forceinline__ void make_weights(int block) {
+    const int first = block * Tile::kN + threadIdx.x % 4 * 2;  // this thread's first key
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float lse = kCareful ? shared_.lse[place_][row_ + 8 * half] : 0.0f;
+      const int seen = kCareful ? end_of_row(row_ + 8 * half) - first : 0;
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if constexpr (kCareful) {
+            const float weight = exponents_.careful_weight(scores_[i + e], lse, offset_[half]);
+            scores_[i + e] = i / 4 * 8 + e < seen ? weight : 0.0f;
+          } else {
+            scores_[i + e] = exponents_.weight(scores_[i + e], offset_[half]);
+          }
+        }
+      }
+    }
+  }
+
+  const RowsBackwardParams& p_;
+  typename Tile::Shared& shared_;
+  const Exponents<T> exponents_;
+  const Turns<Tile::kShape.turns> turns_;
+  const int consumer_;
+  const typename Tile::Work* work_;  // of this tile
+  RingPlace<Tile::kStages> stage_;   // of keys and of values
+  uint32_t place_;                   // of the tile's queries
+  int before_;                       // stage of the block before
+  int row_;                          // of this thread's first element in the tile's scores; the other row is 8 below
+  float offset_[2], delta_[2];       // of the two rows
+  float query_grad_[kParts][32 * kPartSteps];
+  float scores_[kScores], weight_grads_[kScores];
+  uint32_t score_grads_[kSlices][4];
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(kRowsBackwardThreads, 1)
+    row_grad_kernel(const __grid_constant__ RowsBackwardParams p, const __grid_constant__ RowsBackwardMaps maps,
+                    const __grid_constant__ RowsBackwardOrder order) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  constexpr int kArrivals = 4 * kRowsBackwardConsumers;
+  if (threadIdx.x < Tile::kStages) {
+    mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
+    mbarrier_init(shared_address(&shared.value_full[threadIdx.x]), 1);
+    mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), kArrivals);
+    mbarrier_init(shared_address(&shared.value_empty[threadIdx.x]), kArrivals);
+    if (threadIdx.x < Tile::kPlaces) {
+      mbarrier_init(shared_address(&shared.query_full[threadIdx.x]), 1);
+      mbarrier_init(shared_address(&shared.query_empty[threadIdx.x]), kArrivals);
+    }
+    mbarrier_fence_init();
+  }
+  __syncthreads();
+  if (warpgroup == kRowsBackwardConsumers) {
+    give_registers<kRowsBackwardProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
+    if (warp == 0) {
+      if (elect_thread()) load_keys<Tile>(p, maps, shared, order);
+    } else if (warp == 1) {
+      load_queries<Tile>(p, maps, shared, order);
+    }
+  } else {
+    take_registers<kRowsBackwardConsumerRegisters>();
+    RowGradConsumer<Tile>(p, shared, warpgroup).run(order);
+  }
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
+}
+
+}  // namespace attention_ext

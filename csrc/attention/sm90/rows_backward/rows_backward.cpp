@@ -1,0 +1,51 @@
+// Driver of the row kernels' backward: what belongs to rows first, by the pipeline's kernels, then the kernels of the class.
+// Workspace: delta and norm, (N, L) in float.
+#include "attention/sm90/rows_backward/rows_backward.h"
+
+#include "attention/pipeline/stage.h"
+#include "attention/sm90/pipeline/backward.h"
+#include "core/arithmetic.h"
+#include "plan/sm90_rows_backward.h"
+
+namespace attention_ext {
+
+int64_t rows_backward_workspace(const BackwardParams& params) {
+  return round_up(2 * params.N * params.L * static_cast<int64_t>(sizeof(float)), kWorkspaceAlignment);
+}
+
+bool rows_backward_sums_mask(const BackwardParams&) { return false; }
+
+cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
+  RowsBackwardParams rows;
+  static_cast<BackwardParams&>(rows) = params;
+  float* delta = static_cast<float*>(params.workspace);
+  float* norm = delta + params.N * params.L;
+  rows.delta = delta;
+  rows.norm = norm;
+
+  const Slice whole = {0, params.N, 0, params.L, 0, params.S};
+  RowDotParams dot = stage_of<RowDotParams>(params, whole);
+  dot.Ev = params.Ev;
+  dot.grad_out = params.grad_out;
+  dot.out = params.out;
+  dot.grad_lse = params.grad_lse;
+  dot.delta = delta;
+  cudaError_t status = launch_row_dot(dot, stream);
+  if (status != cudaSuccess) return status;
+
+  LargeLseParams large = stage_of<LargeLseParams>(params, whole);
+  large.E = params.E;
+  large.scale = params.scale;
+  large.query = params.query;
+  large.key = params.key;
+  large.mask = params.mask;
+  large.mask_type = params.mask_type;
+  large.lse = params.lse;
+  large.norm = norm;
+  status = launch_large_lse(large, stream);
+  if (status != cudaSuccess) return status;
+
+  return rows_backward_class(params.E, params.Ev) == 64 ? rows_backward_64(rows, stream) : rows_backward_128(rows, stream);
+}
+
+}  // namespace attention_ext
