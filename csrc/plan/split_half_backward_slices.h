@@ -74,7 +74,8 @@ inline SplitHalfBackwardSlices split_half_backward_slice(const SplitHalfBackward
 
 // Estimated ns of all slices, on a card with an H200's clock and memory. Not fitted.
 inline int64_t split_half_backward_ns(const SplitHalfBackwardSizes& sizes, const SplitHalfBackwardSlices& slices, int64_t sms) {
-  constexpr int64_t kStep = 1150, kScoreTile = 3000, kGradTile = 2500, kLaunch = 5000, kBytesPerNs = 2600;
+  constexpr int64_t kStep = 1150, kScoreTile = 3000, kGradTile = 2500, kLaunch = 5000, kBytesPerNs = 2600, kL2BytesPerNs = 4500,
+                    kL2 = 40000000;
   const int64_t L = slices.rows, S = sizes.keys(), m = slices.matrices, head = std::min(m, sizes.group);
   const int64_t pieces = ceil_div(S, slices.keys), tile = kSplitHalfTile;
   const int64_t E_steps = ceil_div(sizes.E, 64), Ev_steps = ceil_div(sizes.Ev, 64);
@@ -84,14 +85,13 @@ inline int64_t split_half_backward_ns(const SplitHalfBackwardSizes& sizes, const
   const int64_t scores = times(score_tiles, (E_steps + Ev_steps) * kStep + 2 * kScoreTile);
   const int64_t query_length = ceil_div(S, 64) * kStep + kGradTile, key_length = head * ceil_div(L, 64) * kStep + kGradTile;
   const int64_t query_sums = m * ceil_div(L, tile) * E_tiles, key_sums = m / head * ceil_div(S, tile) * (E_tiles + Ev_tiles);
-  const int64_t gradients =
-      std::max({(times(query_sums, query_length) + times(key_sums, key_length)) / sms, query_length, key_length});
-  const int64_t score_bytes = times(m, L, S * 40);
+  const int64_t gradients = makespan(query_sums, query_length, key_sums, key_length, sms);
+  const int64_t score_bytes = times(m, L, S * 40), score_rate = times(m, L, S * 8) <= kL2 ? kL2BytesPerNs : kBytesPerNs;
   const int64_t operands = m * L + slices.key_matrices * S * (pieces > 1 ? 2 : 1);
   const int64_t carried = slices.rows < sizes.L || m < sizes.group ? 8 * slices.key_matrices * S * (sizes.E + sizes.Ev) : 0;
-  const int64_t bytes = seen(score_bytes) + 12 * operands * (sizes.E + sizes.Ev) + carried;
+  const int64_t bytes = 12 * operands * (sizes.E + sizes.Ev) + carried;
   const int64_t count = ceil_div(sizes.N, m) * ceil_div(sizes.L, L);
-  return times(count, kLaunch * (2 + 4 * pieces) + seen(scores + gradients) + bytes / kBytesPerNs);
+  return times(count, kLaunch * (2 + 4 * pieces) + seen(scores + gradients + score_bytes / score_rate) + bytes / kBytesPerNs);
 }
 
 // The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.

@@ -19,14 +19,13 @@
 namespace attention_ext {
 namespace {
 
-using GradientTile = SplitHalfWgmmaTile<true, kSplitHalfPromoted>;
-
 struct SplitHalfGradientsMaps {
   // Of scores' blocks boxes of 64 rows by 64 columns; grad_rows: of 128 rows.
   CUtensorMap weights, grads, grad_rows, query, key, grad_out;
 };
 
 // How parts are added to a warpgroup's rows: by the powers of two of the step's blocks, relative to the largest so far.
+template <class Tile>
 struct BlockPromotion {
   const int32_t *g_scores, *g_operand;             // of the step after this one
   int64_t scores_step, next_scores, next_operand;  // from step to step; and from a head's last one to the next head's first
@@ -49,29 +48,29 @@ struct BlockPromotion {
       g_operand += next_operand;
     }
   }
-  __device__ __forceinline__ void begin_step(int, float (&product)[GradientTile::kN / 2]) {
+  __device__ __forceinline__ void begin_step(int, float (&product)[Tile::kN / 2]) {
     if (next == kRowOfZeros) {
       factor = 0.0f;
     } else {
       if (next > top) {
         const float before = relative_to_largest(top, next);
 #pragma unroll
-        for (int i = 0; i < GradientTile::kN / 2; ++i) product[i] *= before;
+        for (int i = 0; i < Tile::kN / 2; ++i) product[i] *= before;
         top = next;
       }
       factor = relative_to_largest(next, top);
     }
     read_next();
   }
-  __device__ __forceinline__ void add(float (&product)[GradientTile::kN / 2], const float (&part)[GradientTile::kN / 2]) const {
+  __device__ __forceinline__ void add(float (&product)[Tile::kN / 2], const float (&part)[Tile::kN / 2]) const {
 #pragma unroll
-    for (int i = 0; i < GradientTile::kN / 2; ++i) product[i] = fmaf(part[i], factor, product[i]);
+    for (int i = 0; i < Tile::kN / 2; ++i) product[i] = fmaf(part[i], factor, product[i]);
   }
 };
 
+template <class Tile>
 struct SplitHalfGradients {
-  using Tile = GradientTile;
-  using Place = GradientTiles<Tile>::Place;
+  using Place = typename GradientTiles<Tile>::Place;
   static constexpr int kBlock = kSplitHalfBlock;
   static_assert(Tile::kK == kBlock && Tile::kM == 2 * kBlock, "a step, and a warpgroup's rows, have one exponent");
 
@@ -95,7 +94,7 @@ struct SplitHalfGradients {
         TensorPosition a = {{0, at.m, 0, first_block, static_cast<int>(at.slice_index)}};
         TensorPosition b = {{at.col, 0, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
 #pragma unroll 1
-        for (int step = 0; step < at.steps; ++step) loader.load<false, true, true>(maps.grad_rows, a, maps.key, b);
+        for (int step = 0; step < at.steps; ++step) loader.template load<false, true, true>(maps.grad_rows, a, maps.key, b);
         continue;
       }
       const bool is_value = at.of == kGradValue;
@@ -107,7 +106,7 @@ struct SplitHalfGradients {
         TensorPosition a = {{0, at.k_begin, 0, first_block + at.m / kBlock, matrix}};
         TensorPosition b = {{at.col, at.k_begin, 0, matrix, 0}};
 #pragma unroll 1
-        for (int step = 0; step < at.steps; ++step) loader.load<true, true, true>(map_a, a, map_b, b);
+        for (int step = 0; step < at.steps; ++step) loader.template load<true, true, true>(map_a, a, map_b, b);
       }
     }
   }
@@ -126,12 +125,12 @@ struct SplitHalfGradients {
         multiplier.let_follow();
         if (!is_first(at)) continue;
       } else {
-        BlockPromotion promotion = promotion_of(at, row);
+        BlockPromotion<Tile> promotion = promotion_of(at, row);
         promotion.read_next();
         if (at.of == kGradQuery) {
-          multiplier.multiply_terms<false, true>(product, at.steps, promotion);
+          multiplier.template multiply_terms<false, true>(product, at.steps, promotion);
         } else {
-          multiplier.multiply_terms<true, true>(product, at.steps * static_cast<int>(list.heads()), promotion);
+          multiplier.template multiply_terms<true, true>(product, at.steps * static_cast<int>(list.heads()), promotion);
         }
         top = promotion.top;
       }
@@ -139,13 +138,13 @@ struct SplitHalfGradients {
     }
   }
 
-  __device__ __forceinline__ BlockPromotion promotion_of(const Place& at, int row) const {
+  __device__ __forceinline__ BlockPromotion<Tile> promotion_of(const Place& at, int row) const {
     const bool is_row = at.of == kGradQuery;
     const int64_t rows = row_blocks();
     const int cols = col_blocks(), first_block = static_cast<int>(p.slice.col_begin) / kBlock;
     const int own = (at.m + row) / kBlock + (is_row ? 0 : first_block), k = at.k_begin / kBlock;  // blocks of rows or keys
     const int64_t of_head = (at.slice_index * rows + (is_row ? own : k)) * cols + (is_row ? first_block : own);
-    BlockPromotion promotion;
+    BlockPromotion<Tile> promotion;
     promotion.g_scores = (at.of == kGradValue ? p.weight_exponents : p.grad_exponents) + of_head;
     promotion.scores_step = is_row ? 1 : cols;
     promotion.next_scores = (rows - at.steps) * cols;
@@ -199,23 +198,25 @@ struct SplitHalfGradients {
   }
 };
 
+template <class Tile>
 struct SplitHalfGradientsShared {
-  GradientTile::Shared tile;
+  typename Tile::Shared tile;
   Tickets tickets;
 };
 
-__global__ void __launch_bounds__(GradientTile::kThreads, 1)
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     split_half_gradients_kernel(const __grid_constant__ SplitHalfGradientsParams params,
                                 const __grid_constant__ SplitHalfGradientsMaps maps,
-                                const __grid_constant__ GradientTiles<GradientTile> list) {
+                                const __grid_constant__ GradientTiles<Tile> list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  SplitHalfGradientsShared& shared = *reinterpret_cast<SplitHalfGradientsShared*>(s_bytes);
-  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * GradientTile::kConsumers);
-  const SplitHalfGradients work = {params, list};
-  run_warpgroups<GradientTile>(
-      shared.tile, [&](StepLoader<GradientTile>& loader) { work.load(loader, shared.tickets, maps); },
-      [&](StepMultiplier<GradientTile>& multiplier, uint32_t, int row) { work.multiply(multiplier, shared.tickets, row); });
+  SplitHalfGradientsShared<Tile>& shared = *reinterpret_cast<SplitHalfGradientsShared<Tile>*>(s_bytes);
+  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
+  const SplitHalfGradients<Tile> work = {params, list};
+  run_warpgroups<Tile>(
+      shared.tile, [&](StepLoader<Tile>& loader) { work.load(loader, shared.tickets, maps); },
+      [&](StepMultiplier<Tile>& multiplier, uint32_t, int row) { work.multiply(multiplier, shared.tickets, row); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -239,7 +240,7 @@ cudaError_t make_blocks_map(CUtensorMap& map, void* terms, int64_t matrices, int
 
 cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
                                         void* grad_out_terms, cudaStream_t stream) {
-  using Tile = GradientTile;
+  using Tile = SplitHalfWgmmaTile<true, kSplitHalfPromoted>;
   const Slice& slice = params.slice;
   const int64_t E = params.of[kGradKey].width, Ev = params.of[kGradValue].width, matrices = slice.batch_count,
                 rows = slice.row_count;
@@ -256,8 +257,8 @@ cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, 
   then(make_terms_map(maps.key, key_terms, matrices_of_slice(slice, params.group), std::max<int64_t>(keys, 1), E, Tile::kK));
   if (status != cudaSuccess) return status;
   const GradientTiles<Tile> list(slice, params.sequence.causal, params.group, E, Ev, true, true);
-  return launch_persistent<Tile, sizeof(SplitHalfGradientsShared)>(split_half_gradients_kernel, list.all(), stream, params,
-                                                                   maps, list);
+  return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, list.all(), stream,
+                                                                         params, maps, list);
 }
 
 }  // namespace attention_ext
