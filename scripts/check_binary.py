@@ -22,7 +22,11 @@ WGMMA_PRODUCTS = (
     *("score_gradients_kernel", "16gradients_kernel", "large_lse_kernel", "row_grad_kernel", "column_grads_kernel"),
 )
 SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma
-SPLIT = "SplitHalfWgmmaTile"  # of WgmmaLinearWork: float operands as two half terms
+SPLIT = "SplitHalfWgmmaTile"  # the tile of these: float operands as two half terms
+SPLIT_PRODUCTS = (
+    *("WgmmaLinearWork", "SplitHalfScoresWork", "SplitHalfValuesWork"),
+    *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel"),
+)
 FUSED = ("fused_forward_kernel", "rows_forward_kernel")
 WARPGROUP_ARCH = "sm_90a"
 HALF = ("__half", "__nv_bfloat16")
@@ -80,7 +84,7 @@ def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -
 def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
     """The products by wgmma, of both half types and float; the fused forwards in every instance that any architecture has."""
     wanted = [(product, dtype) for product in WGMMA_PRODUCTS for dtype in HALF]
-    wanted += [("WgmmaLinearWork", SPLIT)]
+    wanted += [(product, SPLIT) for product in SPLIT_PRODUCTS]
     for kernel in FUSED:
         names = [name for _, name, _ in functions if kernel in name]
         # The class of head dims, of the row kernels the rows as well; whether there is a mask.
@@ -95,7 +99,7 @@ def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[s
         for name, code in chosen:
             check_code(WARPGROUP_ARCH, name, code, ("HGMMA", "UTMALDG"), findings)
     for arch, name, code in functions:
-        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WGMMA_PRODUCTS, *FUSED)):
+        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WGMMA_PRODUCTS, *SPLIT_PRODUCTS, *FUSED)):
             check_code(arch, name, code, (r"BPT\.TRAP",), findings)
 
 

@@ -11,7 +11,7 @@
 #include "attention/sm90/pipeline/pipeline.h"
 #include "attention/sm90/rows/rows.h"
 #include "attention/sm90/rows_backward/rows_backward.h"
-#include "attention/sm90/split_half/split_half.h"
+#include "attention/sm90/split_half/backward.h"
 #include "binding/checks.h"
 #include "binding/choice.h"
 
@@ -32,6 +32,7 @@ constexpr BackwardLauncher kBackwardLaunchers[] = {
     {pipeline_backward, pipeline_backward_workspace, pipeline_backward_sums_mask},
     {rows_backward, rows_backward_workspace, rows_backward_sums_mask},
     {wgmma_backward, wgmma_backward_workspace, wgmma_backward_sums_mask},
+    {split_half_backward, split_half_backward_workspace, split_half_backward_sums_mask},
 };
 static_assert(std::size(kBackwardLaunchers) == std::tuple_size_v<BackwardTable>);
 
@@ -213,6 +214,7 @@ BackwardCall backward_call(const Tensor& grad_out, const OptionalTensor& grad_ls
   views.finish(params.batch);
   params.workspace_bytes = workspace_bytes;
   Problem problem = problem_of(params, params.key_group, params.value_group);
+  problem.mask_grad = mask_grad;
   problem.grad_out = operand_of(params.batch, params.grad_out, params.L, element_bytes(params.type));
   call.row = choose_row(kBackwardKernels, kernel_name, problem, device_info(device), workspace_bytes, reason);
   return call;

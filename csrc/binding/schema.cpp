@@ -73,7 +73,8 @@ bool assign(Problem& p, const std::string& name, int64_t value) {
                  {"mask_rows", &p.mask_rows},
                  {"mask_matrices", &p.mask_matrices},
                  {"causal", &p.causal},
-                 {"dropout", &p.dropout}},
+                 {"dropout", &p.dropout},
+                 {"mask_grad", &p.mask_grad}},
                 name, value) ||
          assign_operand("query.", p.query, name, value) || assign_operand("key.", p.key, name, value) ||
          assign_operand("value.", p.value, name, value) || assign_operand("grad_out.", p.grad_out, name, value);

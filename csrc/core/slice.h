@@ -12,6 +12,9 @@ struct Slice {
   int64_t col_begin, col_count;
 };
 
+// The backward's products, where they are counted.
+enum : int { kGradQuery, kGradKey, kGradValue };
+
 struct Dropout {
   const int64_t* seed;  // (1,) in device memory; null: no dropout
   uint64_t threshold;   // an element stays iff its random word >= threshold; p = 1 gives 2^32, which drops all

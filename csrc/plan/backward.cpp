@@ -4,6 +4,7 @@
 #include "plan/cost.h"
 #include "plan/kernels.h"
 #include "plan/sm90_rows_backward.h"
+#include "plan/split_half_backward_slices.h"
 
 namespace attention_ext {
 namespace {
@@ -77,12 +78,29 @@ int64_t wgmma_backward_cost(const Problem& p, const DeviceInfo& card, int64_t ca
   return std::min(kFirst + delta + plan_backward_slices(sizes, cap, card.sms).ns, kMostCost);
 }
 
+std::string split_half_backward_refuses(const Problem& p) {
+  const std::string clause = split_half_refuses(p);
+  if (!clause.empty()) return clause;
+  if (p.key_group != p.value_group) return "key and value have different head counts";
+  if (p.mask_grad) return "it makes no gradient of the mask";
+  return "";
+}
+
+int64_t split_half_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
+  if (!split_half_refuses(p).empty()) return kNoCost;
+  const SplitHalfBackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal};
+  const SplitHalfBackwardSlices slices = split_half_backward_slices(sizes, cap, card.sms);
+  return slices.bytes <= cap ? std::min(slices.ns, kMostCost) : kMostCost;  // the pipeline needs less
+}
+
 }  // namespace
 
 const BackwardTable kBackwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, nullptr, pipeline_backward_cost},
     {"sm90_256", 90, rows_refuses, nullptr, nullptr, rows_backward_cost},
     {"sm90_pipeline", 90, wgmma_refuses, nullptr, nullptr, wgmma_backward_cost},
+    {"sm90_split_half", 90, split_half_backward_refuses, [](const Problem&) { return "no record has its time yet"; }, nullptr,
+     split_half_backward_cost},
 }};
 
 }  // namespace attention_ext

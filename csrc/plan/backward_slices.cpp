@@ -21,27 +21,6 @@ int64_t pieces_of(int64_t width) { return ceil_div(width, kWgmmaTileCols); }
 // Whether tiles of gradients are 192 columns wide.
 bool narrow(int64_t width) { return ceil_div(width, 192) == pieces_of(width); }
 
-// When the last of two kinds of tiles is done, the longer ones first, each taken by the SM that is free: `count` of `length`.
-int64_t makespan(int64_t count, int64_t length, int64_t others, int64_t other_length, int64_t sms) {
-  if (length < other_length) {
-    std::swap(count, others);
-    std::swap(length, other_length);
-  }
-  const int64_t full = count / sms * length, ahead = count % sms;
-  int64_t low = ahead > 0 ? full + length : full;
-  if (others == 0 || other_length == 0) return low;
-  const auto done = [&](int64_t at) {
-    return (sms - ahead) * ((at - full) / other_length) + ahead * (std::max<int64_t>(at - full - length, 0) / other_length) >=
-           others;
-  };
-  int64_t high = low + ceil_div(others, sms) * other_length;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    (done(middle) ? high : low) = done(middle) ? middle : middle + 1;
-  }
-  return low;
-}
-
 // Scores of a part that no row sees.
 int64_t hidden_scores(const SlicePart& part) {
   const int64_t above = std::max<int64_t>(part.key_end - part.row_begin, 0),

@@ -31,6 +31,27 @@ constexpr int64_t visible_blocks(int64_t L, int64_t S, int64_t rows, int64_t key
          times(row_tiles - above, blocks);
 }
 
+// When the last of two kinds of tiles is done, the longer ones first, each taken by the SM that is free: `count` of `length`.
+inline int64_t makespan(int64_t count, int64_t length, int64_t others, int64_t other_length, int64_t sms) {
+  if (length < other_length) {
+    std::swap(count, others);
+    std::swap(length, other_length);
+  }
+  const int64_t full = count / sms * length, ahead = count % sms;
+  int64_t low = ahead > 0 ? full + length : full;
+  if (others == 0 || other_length == 0) return low;
+  const auto done = [&](int64_t at) {
+    return (sms - ahead) * ((at - full) / other_length) + ahead * (std::max<int64_t>(at - full - length, 0) / other_length) >=
+           others;
+  };
+  int64_t high = low + ceil_div(others, sms) * other_length;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    (done(middle) ? high : low) = done(middle) ? middle : middle + 1;
+  }
+  return low;
+}
+
 int64_t rows_cost(const Problem& problem, const DeviceInfo& card, int64_t cap);
 int64_t fused_cost(const Problem& problem, const DeviceInfo& card, int head_dim_class);
 int64_t pipeline_cost(const Problem& problem, const DeviceInfo& card, int64_t cap, bool wgmma);

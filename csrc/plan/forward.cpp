@@ -54,6 +54,15 @@ SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_
 int64_t split_half_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) {
   return p.empty() ? 0 : split_half_plan(p, card, cap).bytes;
 }
+int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
+  if (!split_half_refuses(p).empty()) return kNoCost;
+  const SplitHalfSlices slices = split_half_plan(p, card, cap);
+  return slices.bytes <= cap ? std::min(slices.ns, kMostCost) : kMostCost;  // the pipeline needs less, in the end a row
+}
+int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
+
+}  // namespace
+
 std::string split_half_refuses(const Problem& p) {
   if (p.empty()) return "it does not take sizes of 0";
   if (p.type != DataType::kFloat) return std::string("it takes float32, not ") + name_of(p.type);
@@ -68,14 +77,6 @@ const char* split_half_yields(const Problem& p) {
              ? "sums of fewer than 32 products, or of 64 keys, run on CUDA cores, where their error is smaller"
              : nullptr;
 }
-int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  if (!split_half_refuses(p).empty()) return kNoCost;
-  const SplitHalfSlices slices = split_half_plan(p, card, cap);
-  return slices.bytes <= cap ? std::min(slices.ns, kMostCost) : kMostCost;  // the pipeline needs less, in the end a row
-}
-int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
-
-}  // namespace
 
 std::string sm90_refuses(const Problem& p, int64_t batch_dims) {
   if (p.empty()) return "it does not take sizes of 0";

@@ -32,7 +32,7 @@ struct KernelRow {
 };
 
 using ForwardTable = std::array<KernelRow<Problem>, 6>;
-using BackwardTable = std::array<KernelRow<Problem>, 3>;
+using BackwardTable = std::array<KernelRow<Problem>, 4>;
 using LinearTable = std::array<KernelRow<LinearProblem>, 3>;
 
 // The first row of each takes everything. Of equal estimates the earlier row is chosen.
@@ -45,6 +45,11 @@ bool preferred(const Problem& problem, const DeviceInfo& card);
 
 // Why none of the kernels for Hopper runs an attention problem, a clause; empty: some may. batch_dims: how many they take.
 std::string sm90_refuses(const Problem& problem, int64_t batch_dims);
+
+// The same of float32 by half terms, forward and backward.
+std::string split_half_refuses(const Problem& problem);
+// Why these leave a problem to CUDA cores, a clause; null: they do not.
+const char* split_half_yields(const Problem& problem);
 
 // Why a kernel cannot run a problem on a card, a clause; empty: it can.
 std::string refusal_of_card(int64_t capability, const DeviceInfo& card);

@@ -21,7 +21,8 @@ struct Problem {
   int64_t mask_matrices = 1;  // that the mask has of its own
   bool causal = false, dropout = false;
   Operand query, key, value;
-  Operand grad_out;  // of the backward
+  Operand grad_out;        // of the backward
+  bool mask_grad = false;  // the backward makes the mask's gradient
 
   int64_t visible_keys() const { return causal ? std::min(S, L) : S; }  // by any query
   bool empty() const { return N == 0 || L == 0 || S == 0 || E == 0 || Ev == 0; }

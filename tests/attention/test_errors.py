@@ -199,7 +199,7 @@ NAMES = {  # device: what sdpa_forward and sdpa_backward expect
     "cpu": ('"auto" or "reference" for CPU tensors', '"auto" or "reference" for CPU tensors'),
     "cuda": (
         '"auto" or one of the kernels "pipeline", "sm90_256", "sm90_512", "sm90_1024", "sm90_pipeline" and "sm90_split_half"',
-        '"auto" or one of the kernels "pipeline", "sm90_256" and "sm90_pipeline"',
+        '"auto" or one of the kernels "pipeline", "sm90_256", "sm90_pipeline" and "sm90_split_half"',
     ),
 }
 

@@ -44,7 +44,7 @@ def needs_hopper_kernels() -> None:
 def test_tables() -> None:
     assert tuple(OPS.kernels("forward")) == tuple(kernel.name for kernel in KERNELS if kernel.device == "cuda")
     assert OPS.kernels("forward")[0] == "pipeline" and len({*OPS.kernels("forward")}) == len(OPS.kernels("forward")) > 1
-    assert OPS.kernels("backward") == ["pipeline", "sm90_256", "sm90_pipeline"]
+    assert OPS.kernels("backward") == ["pipeline", "sm90_256", "sm90_pipeline", "sm90_split_half"]
     assert OPS.kernels("linear") == ["tiled", "split_half", "sm90_split_half"]
     with pytest.raises(RuntimeError, match='kernels: table: expected "forward", "backward" or "linear", got "none"'):
         OPS.kernels("none")

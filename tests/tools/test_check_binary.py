@@ -31,7 +31,11 @@ def names() -> list[str]:
         "column_grads_kernel",
     )
     halves = [f"_Z{kernel}I9WgmmaTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
-    return [*fused, *halves, "_ZWgmmaLinearWorkI18SplitHalfWgmmaTileEEv"]
+    split = (
+        *("WgmmaLinearWork", "SplitHalfScoresWork", "SplitHalfValuesWork"),
+        *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel"),
+    )
+    return [*fused, *halves, *(f"_Z{kernel}I18SplitHalfWgmmaTileEEv" for kernel in split)]
 
 
 def dump(codes: dict[str, str], arch: str) -> str:

@@ -26,35 +26,48 @@ class StepLoader {
   __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {}
 
   // A step of both operands: the box at `a` or, with kColumnsA, the one 64 elements of m after it as well; of B likewise. Then
-  // steps along k.
-  template <bool kColumnsA, bool kColumnsB>
+  // steps along k. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64, which
+  // are the batch dim after that one.
+  template <bool kColumnsA, bool kColumnsB, bool kBlocksA = false>
   __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b,
                                        TensorPosition& b) {
     using T = typename Tile::T;
     mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
     const uint32_t full = shared_address(&shared_.full[ring_.slot]);
-    mbarrier_arrive_expect_bytes(full, (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
-    load_boxes<kColumnsA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[0]), map_a, a, full);
-    load_boxes<kColumnsB, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[0]), map_b, b, full);
+    mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+#pragma unroll
+    for (int term = 0; term < Tile::kTerms; ++term) {
+      if constexpr (Tile::kTerms == 2) a.at[2] = b.at[2] = term;
+      load_boxes<kColumnsA, kBlocksA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[term]), map_a, a, full);
+      load_boxes<kColumnsB, false, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[term]), map_b, b, full);
+    }
+    step<kColumnsA, kBlocksA>(a);
+    step<kColumnsB, false>(b);
     ring_.advance();
   }
 
  private:
   // kColumns: `boxes` boxes of 64 rows of k, next to each other; else one box of boxes * 64 rows.
-  template <bool kColumns, int kBoxes>
-  static __device__ __forceinline__ void load_boxes(uint32_t s_dst, const CUtensorMap& map, TensorPosition& at, uint32_t full) {
-    if constexpr (kColumns) {
-      TensorPosition box = at;
+  template <bool kColumns, bool kBlocks, int kBoxes>
+  static __device__ __forceinline__ void load_boxes(uint32_t s_dst, const CUtensorMap& map, TensorPosition box, uint32_t full) {
 #pragma unroll
-      for (int i = 0; i < kBoxes; ++i) {
-        tma_load(s_dst + i * kStepBoxBytes, &map, box, full);
-        box.at[0] += 64;
-      }
+    for (int i = 0; i < (kColumns ? kBoxes : 1); ++i) {
+      tma_load(s_dst + i * kStepBoxBytes, &map, box, full);
+      next_columns<kBlocks>(box);
+    }
+  }
+  template <bool kColumns, bool kBlocks>
+  static __device__ __forceinline__ void step(TensorPosition& at) {
+    if constexpr (kColumns) {
       at.at[1] += Tile::kK;
     } else {
-      tma_load(s_dst, &map, at, full);
-      at.at[0] += Tile::kK;
+      next_columns<kBlocks>(at);
     }
+  }
+  template <bool kBlocks>
+  static __device__ __forceinline__ void next_columns(TensorPosition& at) {
+    static_assert(Tile::kK == 64, "as many columns as a box has");
+    at.at[kBlocks ? 3 : 0] += kBlocks ? 1 : 64;
   }
 
   typename Tile::Shared& shared_;
@@ -100,6 +113,33 @@ class StepMultiplier {
     release(previous);
   }
 
+  // product += A . B of two terms each, in parts that `promotion` adds (mainloop.cuh).
+  template <bool kColumnsA, bool kColumnsB, class Promotion>
+  __device__ __forceinline__ void multiply_terms(float (&product)[Tile::kN / 2], int steps, Promotion& promotion) {
+    static_assert(Tile::kTerms == 2, "high and low");
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step) {
+      begin_step<false>(Tile::kK);
+#pragma unroll
+      for (int k = 0; k < Tile::kK; k += Tile::kPromoted) {
+        const bool last = k + Tile::kPromoted == Tile::kK;
+        float part[Tile::kN / 2];
+        wgmma_fence();
+        multiply_part<kColumnsA, kColumnsB, Tile::kPromoted>(part, 1, 0, true, k);  // the small ones first
+        multiply_part<kColumnsA, kColumnsB, Tile::kPromoted>(part, 0, 1, false, k);
+        multiply_part<kColumnsA, kColumnsB, Tile::kPromoted>(part, 0, 0, false, k);
+        wgmma_commit();
+        if (k == 0) promotion.begin_step(step, product);
+        if (last && (step == Tile::kSkew - 1 || step == steps - 1)) let_follow();
+        wgmma_wait<0>();
+        pin_registers(part);
+        if (last) release(ring_.slot);
+        promotion.add(product, part);
+      }
+      ring_.advance();
+    }
+  }
+
  private:
   // Waits for the operands; rows of B from `rows` on are made zero.
   template <bool kColumnsB>
@@ -115,18 +155,23 @@ class StepMultiplier {
   }
   template <bool kColumnsA, bool kColumnsB, bool kFresh>
   __device__ __forceinline__ void multiply_step(float (&product)[Tile::kN / 2]) {
+    wgmma_fence();
+    multiply_part<kColumnsA, kColumnsB, Tile::kK>(product, 0, 0, kFresh, 0);
+    wgmma_commit();
+  }
+  // sums += A's term . B's term over `kCount` of the step's k, from `begin` on.
+  template <bool kColumnsA, bool kColumnsB, int kCount>
+  __device__ __forceinline__ void multiply_part(float (&sums)[Tile::kN / 2], int term_a, int term_b, bool fresh, int begin) {
     using T = typename Tile::T;
     typename Tile::Stage& stage = shared_.stage[ring_.slot];
-    const uint64_t a = matrix_descriptor(shared_address(stage.a[0]) + consumer_ * kStepBoxBytes, 1024, kStepBoxBytes);
-    const uint64_t b = matrix_descriptor(shared_address(stage.b[0]), 1024, kStepBoxBytes);
-    wgmma_fence();
+    const uint64_t a = matrix_descriptor(shared_address(stage.a[term_a]) + consumer_ * kStepBoxBytes, 1024, kStepBoxBytes);
+    const uint64_t b = matrix_descriptor(shared_address(stage.b[term_b]), 1024, kStepBoxBytes);
 #pragma unroll
-    for (int k = 0; k < Tile::kK; k += 16) {
+    for (int k = begin; k < begin + kCount; k += 16) {
       constexpr int kAlong = sizeof(T), kDown = 128;  // bytes from one k to the next
-      wgmma<T, kColumnsB, kColumnsA>(product, a + k * (kColumnsA ? kDown : kAlong) / 16,
-                                     b + k * (kColumnsB ? kDown : kAlong) / 16, kFresh && k == 0);
+      wgmma<T, kColumnsB, kColumnsA>(sums, a + k * (kColumnsA ? kDown : kAlong) / 16, b + k * (kColumnsB ? kDown : kAlong) / 16,
+                                     fresh && k == begin);
     }
-    wgmma_commit();
   }
   __device__ __forceinline__ void release(int slot) {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[slot]));

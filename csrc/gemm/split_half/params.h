@@ -50,7 +50,7 @@ struct SplitHalfBlocksParams {
   bool rows_weighted;  // a row that is tiny within its block is not exact: a weight may single it out
 };
 
-// All of up to three at once: as many CTAs as there are blocks.
+// All of up to four at once: as many CTAs as there are blocks.
 cudaError_t launch_split_half_blocks(const SplitHalfBlocksParams* params, int count, cudaStream_t stream);
 
 }  // namespace attention_ext

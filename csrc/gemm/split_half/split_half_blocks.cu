@@ -23,7 +23,7 @@
 namespace attention_ext {
 namespace {
 
-constexpr int kThreads = 256, kOperands = 3;
+constexpr int kThreads = 256, kOperands = 4;
 
 struct Operands {
   SplitHalfBlocksParams of[kOperands];

@@ -52,7 +52,6 @@ struct GradientOf {
   float* sums;
   int64_t pitch;
 };
-enum : int { kGradQuery, kGradKey, kGradValue };
 
 // dQ = scale * dS . key of the slice's rows; dK = scale * dS^T . query and dV = factor * P^T . grad_out of its keys, summed over
 // the query heads of a key head.

@@ -9,7 +9,7 @@
 // next one when it is free.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 232 a consumer thread.
 #include "attention/sm90/pipeline/backward.h"
-#include "attention/visibility/key_range.cuh"
+#include "attention/visibility/gradient_tiles.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/tensor_map.h"
@@ -24,134 +24,18 @@ struct GradientsMaps {
   CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out;
 };
 
-// The list of tiles of a slice, and which is number `tile`.
-template <class Tile>
-struct TileList {
-  struct Index {
-    int of;         // which gradient
-    unsigned head;  // key head or, of dQ, matrix, from the beginning of the slice
-    int m, n;
-  };
-
-  unsigned key_heads, matrices;
-  int key_tiles, row_tiles;        // of a matrix, along m
-  int key_columns, value_columns;  // tiles along n
-  bool by_head, in_turn, rows_first;
-
-  explicit TileList(const GradientsParams& p) {
-    const auto tiles = [](int64_t length, int64_t of_tile) { return static_cast<int>(ceil_div(length, of_tile)); };
-    const int64_t heads = p.of_keys ? std::min(p.group, p.slice.batch_count) : 1, length = heads * p.slice.row_count;
-    matrices = static_cast<unsigned>(p.slice.batch_count);
-    key_heads = matrices / static_cast<unsigned>(heads);
-    key_tiles = p.of_keys ? tiles(p.slice.col_count, Tile::kM) : 0;
-    row_tiles = p.of_rows ? tiles(p.slice.row_count, Tile::kM) : 0;
-    key_columns = tiles(p.of[kGradKey].width, Tile::kN);
-    value_columns = tiles(p.of[kGradValue].width, Tile::kN);
-    in_turn = length <= 2 * p.slice.col_count && p.slice.col_count <= 2 * length;  // sums are about as long
-    by_head = in_turn && !p.sequence.causal;
-    rows_first = p.slice.col_count > length;
-  }
-  __host__ __device__ unsigned of_key() const { return static_cast<unsigned>(key_columns + value_columns); }
-  __host__ __device__ unsigned all() const {
-    return key_heads * key_tiles * of_key() + matrices * row_tiles * static_cast<unsigned>(key_columns);
-  }
-
-  __device__ __forceinline__ Index at(unsigned tile) const {
-    if (by_head) {  // dV, dK, then dQ of the key head's query heads
-      const unsigned keys = key_tiles * of_key(), rows = matrices / key_heads * row_tiles * key_columns;
-      const unsigned head = tile / (keys + rows), in_head = tile - head * (keys + rows);
-      if (in_head < keys) {
-        const unsigned values = static_cast<unsigned>(key_tiles * value_columns);
-        if (in_head < values) return split(kGradValue, head, in_head, value_columns);
-        return split(kGradKey, head, in_head - values, key_columns);
-      }
-      const unsigned in_rows = in_head - keys, row_tile = in_rows / key_columns;
-      const unsigned matrix = row_tile / row_tiles;
-      return {kGradQuery, head * (matrices / key_heads) + matrix, static_cast<int>(row_tile - matrix * row_tiles),
-              static_cast<int>(in_rows - row_tile * key_columns)};
-    }
-    // The first keys and the last rows have the longest sums: these come first, in turn or all of one kind before the other.
-    const unsigned keys = key_heads * of_key(), rows = matrices * key_columns;
-    const unsigned turns = in_turn ? static_cast<unsigned>(min(key_tiles, row_tiles)) : 0;
-    unsigned m, rest;
-    bool is_row;
-    if (tile < turns * (keys + rows)) {
-      m = tile / (keys + rows);
-      rest = tile - m * (keys + rows);
-      is_row = rest >= keys;
-      if (is_row) rest -= keys;
-    } else {
-      tile -= turns * (keys + rows);
-      const unsigned of_first = rows_first ? (row_tiles - turns) * rows : (key_tiles - turns) * keys;
-      is_row = (tile >= of_first) != rows_first;
-      if (tile >= of_first) tile -= of_first;
-      const unsigned width = is_row ? rows : keys;
-      m = tile / width;
-      rest = tile - m * width;
-      m += turns;
-    }
-    if (is_row) {
-      return {kGradQuery, rest / key_columns, row_tiles - 1 - static_cast<int>(m), static_cast<int>(rest % key_columns)};
-    }
-    const unsigned head = rest / of_key(), n = rest - head * of_key();
-    const bool is_value = n < static_cast<unsigned>(value_columns);
-    return {is_value ? kGradValue : kGradKey, head, static_cast<int>(m), static_cast<int>(is_value ? n : n - value_columns)};
-  }
-
- private:
-  static __device__ __forceinline__ Index split(int of, unsigned head, unsigned in_head, int columns) {
-    return {of, head, static_cast<int>(in_head / columns), static_cast<int>(in_head % columns)};
-  }
-};
-
 template <class Tile>
 struct Gradients {
   using T = typename Tile::T;
 
   const GradientsParams& p;
-  const TileList<Tile>& list;
+  const GradientTiles<Tile>& list;
 
-  struct Place {
-    int of;
-    unsigned n, slice_index;  // of the tile's first query head
-    int m, col;               // of the tile's first element; m from the beginning of the slice
-    int ms, cols;             // that exist from there on
-    int k_begin;              // row or key, from the beginning of the slice
-    int steps;                // of a query head
-    int last_rows;            // of the other operand, that count in the last step
-  };
+  using Place = typename GradientTiles<Tile>::Place;
 
-  __device__ __forceinline__ unsigned heads() const {  // query heads that a key head's sum goes over
-    return static_cast<unsigned>(p.slice.batch_count) / list.key_heads;
-  }
-
+  __device__ __forceinline__ unsigned heads() const { return list.heads(); }
   __device__ __forceinline__ Place place(unsigned tile) const {
-    const typename TileList<Tile>::Index index = list.at(tile);
-    const bool is_row = index.of == kGradQuery;
-    Place at;
-    at.of = index.of;
-    at.slice_index = is_row ? index.head : index.head * heads();
-    at.n = static_cast<unsigned>(p.slice.batch_begin) + at.slice_index;
-    at.m = index.m * Tile::kM;
-    at.col = index.n * Tile::kN;
-    at.ms = static_cast<int>(is_row ? p.slice.row_count : p.slice.col_count) - at.m;
-    at.cols = static_cast<int>(p.of[index.of].width) - at.col;
-    const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
-    const KeyRange range = key_range(p.sequence, at.n, p.slice.col_begin + p.slice.col_count);
-    int end;
-    if (is_row) {
-      at.k_begin = 0;
-      end = range.end_of_tile(row_begin + at.m, Tile::kM) - col_begin;
-    } else {
-      // Tiles of scores above this one were not written, as no row of theirs sees a key of this tile.
-      at.k_begin = max(range.first_row(col_begin + at.m) - row_begin, 0) / Tile::kM * Tile::kM;
-      end = static_cast<int>(p.slice.row_count);
-    }
-    const int ks = max(end - at.k_begin, 0);
-    at.steps = (ks + Tile::kK - 1) / Tile::kK;
-    // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
-    at.last_rows = is_row && p.sequence.key_lengths != nullptr ? ks - (at.steps - 1) * Tile::kK : Tile::kK;
-    return at;
+    return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count);
   }
 
   __device__ __forceinline__ void load(StepLoader<Tile>& loader, Tickets& tickets, const GradientsMaps& maps) const {
@@ -286,7 +170,7 @@ struct GradientsShared {
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gradients_kernel(const __grid_constant__ GradientsParams params, const __grid_constant__ GradientsMaps maps,
-                     const __grid_constant__ TileList<Tile> list) {
+                     const __grid_constant__ GradientTiles<Tile> list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   GradientsShared<Tile>& shared = *reinterpret_cast<GradientsShared<Tile>*>(s_bytes);
@@ -324,7 +208,7 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
   if (status == cudaSuccess) status = operand(maps.grad_out, params.grad_out, rows, Ev);
   if (status != cudaSuccess) return status;
 
-  const TileList<Tile> list(params);
+  const GradientTiles<Tile> list(slice, params.sequence.causal, params.group, E, Ev, params.of_rows, params.of_keys);
   return launch_persistent<Tile, sizeof(GradientsShared<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps, list);
 }
 

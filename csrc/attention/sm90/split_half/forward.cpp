@@ -97,7 +97,8 @@ class Forward {
       return launch_split_half_fused(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), at<void>(plan_.value_at),
                                      stream_);
     }
-    status = launch_split_half_scores(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), stream_);
+    status = launch_split_half_scores(scores, ScoreProducts::kWeightTerms, at<void>(plan_.query_at), at<void>(plan_.key_at),
+                                      stream_);
     if (status != cudaSuccess) return status;
 
     // States are read and written by CTAs of different columns: two arrays, in turn.

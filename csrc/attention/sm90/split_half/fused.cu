@@ -173,7 +173,7 @@ __device__ __forceinline__ void attend(const SplitHalfScoresParams& p, typename 
 
       SplitHalfSegment of_rows[2];
       place.key = segment * kSegment;
-      too_large = make_segment_weights<kMasked>(x, p, place, exponent, of_rows) || too_large;
+      too_large = make_segment_weights<kMasked, 15>(x, p, place, exponent, of_rows) || too_large;
       uint32_t weights[2][kSegment / 4];
       take_term(x, weights[0]);
 #pragma unroll

@@ -4,18 +4,20 @@
 // Product of block tiles of 128 queries by 128 keys, gemm/sm90/mainloop.cuh, three products of terms for each. A warpgroup's 64
 // rows have one exponent, a segment's keys another: both are a factor of the scale. A reference is the segment's largest exponent,
 // rounded up, so that to change it is exact; weights are stored times 2^15, where their low term is no subnormal.
+// The backward has the weights as floats, and the same product of grad_out and value for their gradients.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: SplitHalfWgmmaTile::Shared. Registers: 232 a consumer thread.
 #include "attention/sm90/split_half/segment_weights.cuh"
 #include "attention/sm90/split_half/terms_map.h"
 #include "attention/visibility/score_place.cuh"
 #include "core/arithmetic.h"
 #include "gemm/sm90/mainloop.cuh"
+#include "gemm/split_half/epilogue.cuh"
 
 namespace attention_ext {
 namespace {
 
 // kMasked: there is a mask.
-template <class Tile, bool kMasked>
+template <class Tile, ScoreProducts kAs, bool kMasked>
 struct SplitHalfScores {
   static constexpr int kSegments = Tile::kN / kSegment;
   static_assert(kSegment == kSplitHalfBlock, "a segment's keys have one exponent");
@@ -67,10 +69,16 @@ struct SplitHalfScores {
 
   __device__ __forceinline__ void store(const Place& at, int row, const Fetched& fetched, float (&product)[Tile::kN / 2],
                                         uint32_t s_strip, PlainPromotion) const {
+    if constexpr (kAs == ScoreProducts::kWeightGrads) {
+      store_weight_grads(at, row, fetched, product);
+      return;
+    }
     const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
-    const int64_t segments = (p.slice.col_count + kSegment - 1) / kSegment, rows = p.slice.row_count;
+    const bool terms = kAs == ScoreProducts::kWeightTerms;
+    const int64_t segments = terms ? (p.slice.col_count + kSegment - 1) / kSegment : p.pitch / kSegment,
+                  rows = p.slice.row_count;
     SplitHalfSegment* g_segment =
-        p.segments + (at.slice_index * segments + at.slice_col / kSegment) * rows + at.slice_row + row;
+        p.segments + (at.slice_index * segments + (terms ? at.slice_col : at.col) / kSegment) * rows + at.slice_row + row;
     SegmentPlace place = {at.n, fetched.mask, at.range, at.row + row, at.row + at.rows, 0, at.col};
     place.open = open_keys(place.range, place.row, place.end_row);
     bool too_large = false;
@@ -81,17 +89,60 @@ struct SplitHalfScores {
 #pragma unroll
       for (int i = 0; i < kSegment / 2; ++i) x[i] = product[segment * (kSegment / 2) + i];
       SplitHalfSegment of_rows[2];
-      if (make_segment_weights<kMasked>(x, p, place, fetched.query_exponent + fetched.key_exponents[segment], of_rows)) {
+      constexpr int kShift = kAs == ScoreProducts::kWeightTerms ? 15 : 0;
+      if (make_segment_weights<kMasked, kShift>(x, p, place, fetched.query_exponent + fetched.key_exponents[segment],
+                                                of_rows)) {
         too_large = true;
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (lane % 4 == 0 && row + 8 * half < at.rows) g_segment[segment * rows + 8 * half] = of_rows[half];
       }
-      store_terms(at, warp_row, segment, x, s_strip);
+      if constexpr (kAs == ScoreProducts::kWeightTerms) {
+        store_terms(at, warp_row, segment, x, s_strip);
+      } else {
+        store_floats(at, row, segment, x);
+      }
       place.key += kSegment;
     }
-    if (too_large) p.marks[at.n * ceil_div(p.L, kExactRows) + (at.row + warp_row) / kExactRows] = 1;
+    if (too_large) p.marks[terms ? at.n * ceil_div(p.L, kExactRows) + (at.row + warp_row) / kExactRows : at.n] = 1;
+  }
+
+  // What the gradients of the weights are before the softmax's: products, of those that dropout keeps.
+  __device__ __forceinline__ void store_weight_grads(const Place& at, int row, const Fetched& fetched,
+                                                     const float (&product)[Tile::kN / 2]) const {
+    const float factor = static_cast<float>(p.factor);
+#pragma unroll
+    for (int segment = 0; segment < kSegments; ++segment) {
+      if (segment * kSegment >= at.cols) break;
+      const int exponent = fetched.query_exponent + fetched.key_exponents[segment];
+      float x[kSegment / 2];
+#pragma unroll
+      for (int i = 0; i < kSegment / 2; ++i) {
+        x[i] = times_power_of_two(product[segment * (kSegment / 2) + i] * factor, exponent);
+      }
+      if (p.dropout.seed != nullptr) {
+        const int64_t seed = *p.dropout.seed;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          drop_fragment(x, half, p.dropout, seed, at.n, at.row + row + 8 * half, (at.col + segment * kSegment) / 4);
+        }
+      }
+      store_floats(at, row, segment, x);
+    }
+  }
+
+  // Of a segment, whose floats all exist: the pitch is whole segments.
+  __device__ __forceinline__ void store_floats(const Place& at, int row, int segment, const float (&x)[kSegment / 2]) const {
+    float* g_out = static_cast<float*>(p.weights) + (at.slice_index * p.slice.row_count + at.slice_row + row) * p.pitch +
+                   at.col + segment * kSegment + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kSegment / 2; i += 2) {
+      const int half = i / 2 % 2;
+      if (row + 8 * half < at.rows) {
+        *reinterpret_cast<float2*>(g_out + 8 * half * p.pitch + i / 4 * 8) = make_float2(x[i], x[i + 1]);
+      }
+    }
   }
 
   // A segment's weights, the high terms and then the low ones.
@@ -117,27 +168,47 @@ struct SplitHalfScores {
 };
 
 template <class Tile>
-struct SplitHalfScoresWork : SplitHalfScores<Tile, false> {};
+struct SplitHalfScoresWork : SplitHalfScores<Tile, ScoreProducts::kWeightTerms, false> {};
 template <class Tile>
-struct MaskedSplitHalfScoresWork : SplitHalfScores<Tile, true> {};
+struct MaskedSplitHalfScoresWork : SplitHalfScores<Tile, ScoreProducts::kWeightTerms, true> {};
+template <class Tile>
+struct SplitHalfWeightsWork : SplitHalfScores<Tile, ScoreProducts::kWeights, false> {};
+template <class Tile>
+struct MaskedSplitHalfWeightsWork : SplitHalfScores<Tile, ScoreProducts::kWeights, true> {};
+template <class Tile>
+struct SplitHalfWeightGradsWork : SplitHalfScores<Tile, ScoreProducts::kWeightGrads, false> {};
 
 using ScoresTile = SplitHalfWgmmaTile<false, kSplitHalfPromoted>;
 
+template <template <class> class Work>
+cudaError_t launch(const SplitHalfScoresParams& params, const WgmmaMaps& maps, cudaStream_t stream) {
+  const int64_t of_matrix = ScoreTiles<ScoresTile, false>(params.slice, params.sequence.causal).of_matrix();
+  return launch_wgmma_tiles<Work, ScoresTile>(params, maps, params.slice.batch_count * of_matrix, stream);
+}
+
 }  // namespace
 
-cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, void* query_terms, void* key_terms,
+cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, ScoreProducts as, void* query_terms, void* key_terms,
                                      cudaStream_t stream) {
-  using Tile = ScoresTile;
   const Slice& slice = params.slice;
   WgmmaMaps maps;
-  cudaError_t status = make_terms_map(maps.a, query_terms, slice.batch_count, slice.row_count, params.E, Tile::kM);
+  cudaError_t status = make_terms_map(maps.a, query_terms, slice.batch_count, slice.row_count, params.E, ScoresTile::kM);
   if (status == cudaSuccess) {
-    status = make_terms_map(maps.b, key_terms, matrices_of_slice(slice, params.key_group), slice.col_count, params.E, Tile::kN);
+    status = make_terms_map(maps.b, key_terms, matrices_of_slice(slice, params.key_group), slice.col_count, params.E,
+                            ScoresTile::kN);
   }
   if (status != cudaSuccess) return status;
-  const int64_t tiles = slice.batch_count * ScoreTiles<Tile, false>(slice, params.sequence.causal).of_matrix();
-  return params.mask_type == MaskType::kNone ? launch_wgmma_tiles<SplitHalfScoresWork, Tile>(params, maps, tiles, stream)
-                                             : launch_wgmma_tiles<MaskedSplitHalfScoresWork, Tile>(params, maps, tiles, stream);
+  const bool masked = params.mask_type != MaskType::kNone;
+  switch (as) {
+    case ScoreProducts::kWeightTerms:
+      return masked ? launch<MaskedSplitHalfScoresWork>(params, maps, stream)
+                    : launch<SplitHalfScoresWork>(params, maps, stream);
+    case ScoreProducts::kWeights:
+      return masked ? launch<MaskedSplitHalfWeightsWork>(params, maps, stream)
+                    : launch<SplitHalfWeightsWork>(params, maps, stream);
+    case ScoreProducts::kWeightGrads: return launch<SplitHalfWeightGradsWork>(params, maps, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace attention_ext

@@ -26,9 +26,10 @@ __device__ __forceinline__ int open_keys(const KeyRange& range, int row, int end
 constexpr int kMostSplitHalfExponent = 90;          // of a score's factor: products are up to 2^40
 constexpr float kLeastSplitHalfFactor = 0x1p-100f;  // far from where a factor and -inf would make NaN
 
-// x: products in units of 2^exponent, in; weights 2^(score * log2(e) - reference + 15), out: dropped, but summed before that.
-// Returns whether a score is too large for a reference. kMasked: there is a mask.
-template <bool kMasked>
+// x: products in units of 2^exponent, in; weights 2^(score * log2(e) - reference + kShift), out: dropped, but summed before that.
+// Returns whether a score is too large for a reference. kMasked: there is a mask. kShift: 15 for terms, 0 for floats, whose
+// exponent is more exact without.
+template <bool kMasked, int kShift>
 __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], const SplitHalfScoresParams& p,
                                                      const SegmentPlace& at, int exponent, SplitHalfSegment (&segment)[2]) {
   // A score is the product times `factor`: 0 where either side is zeros.
@@ -70,7 +71,7 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
       visible = warp_sum<4>(visible);
     }
     // Weights of keys that are far below are 0, unless the row sees no others.
-    const float offset = none || below ? 0.0f : 15.0f - reference;
+    const float offset = none || below ? 0.0f : static_cast<float>(kShift) - reference;
 #pragma unroll
     for (int i = 2 * half; i < kSegment / 2; i += 4) {
 #pragma unroll
@@ -79,7 +80,7 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
         sum += x[i + e];
       }
     }
-    sum = warp_sum<4>(sum) * 0x1p-15f;
+    sum = warp_sum<4>(sum) * (1.0f / (1 << kShift));
     if (below) reference = kFarBelow;
     if (!(sum == sum)) reference = 0.0f;  // so that it takes part
     if (visible == 1.0f) sum = -sum;

@@ -47,7 +47,12 @@ struct SplitHalfScoresParams : SplitHalfStage {
   double scale;
   MatrixView mask;  // broadcasts to (N, L, S), float
   MaskType mask_type;
+  int64_t pitch;  // of weights as floats, which are of all keys: whole segments
 };
+
+// What becomes of products of query and key, and where: weights as terms, marks of rows. In the backward: weights as floats, marks
+// of matrices; and, of grad_out and value in their places, gradients of weights as floats, by `factor`.
+enum class ScoreProducts { kWeightTerms, kWeights, kWeightGrads };
 
 struct SplitHalfValuesParams : SplitHalfStage {
   int64_t S;                        // keys of all slices
@@ -65,7 +70,7 @@ struct SplitHalfExactParams {
 };
 
 // query_terms: (2, matrices, rows, E rounded up to 8); the others likewise.
-cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, void* query_terms, void* key_terms,
+cudaError_t launch_split_half_scores(const SplitHalfScoresParams& params, ScoreProducts as, void* query_terms, void* key_terms,
                                      cudaStream_t stream);
 cudaError_t launch_split_half_values(const SplitHalfValuesParams& params, void* value_terms, cudaStream_t stream);
 // Both products of whole matrices, head dims up to 128.

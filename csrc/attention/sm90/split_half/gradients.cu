@@ -1,0 +1,264 @@
+// Backward of float32 attention by half terms (Hopper), the last kernel of a slice: dQ = scale * dS . K, dK = scale * dS^T . Q and
+// dV = P^T . dO / (1 - p).
+//
+// The list of tiles of attention/visibility/gradient_tiles.cuh, 128 rows or keys by 128 columns, three products of terms for each.
+// dK and dV read dS and P as they lie, row after row; wgmma transposes them. A step of 64 in k has one power of two of each side,
+// for the 64 rows or keys of a warpgroup: a factor of what the step adds, relative to the largest power so far. So sums are as
+// exact as float, whatever the magnitudes of the steps.
+// Every sum has one CTA and one order: no atomics. What spans slices goes on in the gradient itself, which is float.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: SplitHalfWgmmaTile::Shared, Tickets. Registers: 232 a consumer
+// thread: 64 sums, 64 of a part, the rest addresses.
+#include "attention/sm90/split_half/backward.h"
+#include "attention/sm90/split_half/terms_map.h"
+#include "attention/visibility/gradient_tiles.cuh"
+#include "device/common/batch.cuh"
+#include "gemm/sm90/steps.cuh"
+#include "gemm/sm90/tickets.cuh"
+#include "gemm/split_half/epilogue.cuh"
+
+namespace attention_ext {
+namespace {
+
+struct SplitHalfGradientsMaps {
+  // Of scores' blocks boxes of 64 rows by 64 columns; grad_rows: of 128 rows.
+  CUtensorMap weights, grads, grad_rows, query, key, grad_out;
+};
+
+// How parts are added to a warpgroup's rows: by the powers of two of the step's blocks, relative to the largest so far.
+template <class Tile>
+struct BlockPromotion {
+  const int32_t *g_scores, *g_operand;             // of the step after this one
+  int64_t scores_step, next_scores, next_operand;  // from step to step; and from a head's last one to the next head's first
+  int steps_of_head, left_of_head, left;           // steps that have not been read
+  int next;                                        // exponent of the step after this one
+  int top = -(1 << 30);
+  float factor;
+
+  __device__ __forceinline__ void read_next() {
+    next = kRowOfZeros;
+    if (left <= 0) return;
+    const int scores = *g_scores, operand = *g_operand;
+    if (scores != kRowOfZeros && operand != kRowOfZeros) next = scores + operand;
+    g_scores += scores_step;
+    ++g_operand;
+    --left;
+    if (--left_of_head == 0) {
+      left_of_head = steps_of_head;
+      g_scores += next_scores;
+      g_operand += next_operand;
+    }
+  }
+  __device__ __forceinline__ void begin_step(int, float (&product)[Tile::kN / 2]) {
+    if (next == kRowOfZeros) {
+      factor = 0.0f;
+    } else {
+      if (next > top) {
+        const float before = relative_to_largest(top, next);
+#pragma unroll
+        for (int i = 0; i < Tile::kN / 2; ++i) product[i] *= before;
+        top = next;
+      }
+      factor = relative_to_largest(next, top);
+    }
+    read_next();
+  }
+  __device__ __forceinline__ void add(float (&product)[Tile::kN / 2], const float (&part)[Tile::kN / 2]) const {
+#pragma unroll
+    for (int i = 0; i < Tile::kN / 2; ++i) product[i] = fmaf(part[i], factor, product[i]);
+  }
+};
+
+template <class Tile>
+struct SplitHalfGradients {
+  using Place = typename GradientTiles<Tile>::Place;
+  static constexpr int kBlock = kSplitHalfBlock;
+  static_assert(Tile::kK == kBlock && Tile::kM == 2 * kBlock, "a step, and a warpgroup's rows, have one exponent");
+
+  const SplitHalfGradientsParams& p;
+  const GradientTiles<Tile>& list;
+
+  __device__ __forceinline__ int64_t end_key() const { return min(p.slice.col_begin + p.slice.col_count, p.keys); }
+  __device__ __forceinline__ Place place(unsigned tile) const { return list.place(tile, p.slice, p.sequence, end_key()); }
+  __device__ __forceinline__ int64_t row_blocks() const { return (p.slice.row_count + kBlock - 1) / kBlock; }
+  __device__ __forceinline__ int col_blocks() const { return static_cast<int>(p.pitch / kBlock); }
+
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Tickets& tickets, const SplitHalfGradientsMaps& maps) const {
+    const unsigned end = list.all();
+    const int first_block = static_cast<int>(p.slice.col_begin) / kBlock;
+    TicketDrawer drawer(tickets, p.ticket, end);
+#pragma unroll 1
+    for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
+      const Place at = place(tile);
+      if (at.steps == 0) continue;
+      if (at.of == kGradQuery) {
+        TensorPosition a = {{0, at.m, 0, first_block, static_cast<int>(at.slice_index)}};
+        TensorPosition b = {{at.col, 0, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
+#pragma unroll 1
+        for (int step = 0; step < at.steps; ++step) loader.template load<false, true, true>(maps.grad_rows, a, maps.key, b);
+        continue;
+      }
+      const bool is_value = at.of == kGradValue;
+      const CUtensorMap& map_a = is_value ? maps.weights : maps.grads;
+      const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
+#pragma unroll 1
+      for (unsigned head = 0; head < list.heads(); ++head) {
+        const int matrix = static_cast<int>(at.slice_index + head);
+        TensorPosition a = {{0, at.k_begin, 0, first_block + at.m / kBlock, matrix}};
+        TensorPosition b = {{at.col, at.k_begin, 0, matrix, 0}};
+#pragma unroll 1
+        for (int step = 0; step < at.steps; ++step) loader.template load<true, true, true>(map_a, a, map_b, b);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, Tickets& tickets, int row) const {
+    const unsigned end = list.all();
+    TicketReader reader(tickets);
+#pragma unroll 1
+    for (unsigned tile = reader.next(); tile < end; tile = reader.next()) {
+      const Place at = place(tile);
+      float product[Tile::kN / 2];
+#pragma unroll
+      for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+      int top = 0;
+      if (at.steps == 0) {
+        multiplier.let_follow();
+        if (!is_first(at)) continue;
+      } else {
+        BlockPromotion<Tile> promotion = promotion_of(at, row);
+        promotion.read_next();
+        if (at.of == kGradQuery) {
+          multiplier.template multiply_terms<false, true>(product, at.steps, promotion);
+        } else {
+          multiplier.template multiply_terms<true, true>(product, at.steps * static_cast<int>(list.heads()), promotion);
+        }
+        top = promotion.top;
+      }
+      store(at, row, top, product);
+    }
+  }
+
+  __device__ __forceinline__ BlockPromotion<Tile> promotion_of(const Place& at, int row) const {
+    const bool is_row = at.of == kGradQuery;
+    const int64_t rows = row_blocks();
+    const int cols = col_blocks(), first_block = static_cast<int>(p.slice.col_begin) / kBlock;
+    const int own = (at.m + row) / kBlock + (is_row ? 0 : first_block), k = at.k_begin / kBlock;  // blocks of rows or keys
+    const int64_t of_head = (at.slice_index * rows + (is_row ? own : k)) * cols + (is_row ? first_block : own);
+    BlockPromotion<Tile> promotion;
+    promotion.g_scores = (at.of == kGradValue ? p.weight_exponents : p.grad_exponents) + of_head;
+    promotion.scores_step = is_row ? 1 : cols;
+    promotion.next_scores = (rows - at.steps) * cols;
+    promotion.next_operand = rows - at.steps;
+    promotion.steps_of_head = promotion.left_of_head = at.steps;
+    promotion.left = is_row ? at.steps : at.steps * static_cast<int>(list.heads());
+    if (own >= (is_row ? rows : cols)) promotion.left = 0;  // a warpgroup of rows or keys that do not exist
+    if (is_row) {
+      const int64_t key_blocks = (end_key() - p.slice.col_begin + kBlock - 1) / kBlock;
+      promotion.g_operand = p.key_exponents + matrix_of_slice(at.n, p.slice, p.group) * key_blocks;
+    } else {
+      promotion.g_operand = (at.of == kGradValue ? p.grad_out_exponents : p.query_exponents) + at.slice_index * rows + k;
+    }
+    return promotion;
+  }
+
+  // Whether nothing has been added to the tile's sums yet.
+  __device__ __forceinline__ bool is_first(const Place& at) const {
+    if (at.of == kGradQuery) return p.slice.col_begin == 0;
+    return p.slice.row_begin == 0 && at.n % p.group == 0;
+  }
+
+  __device__ __forceinline__ void store(const Place& at, int row, int top, const float (&product)[Tile::kN / 2]) const {
+    const SplitHalfGradientOf& gradient = p.of[at.of];
+    const MatrixView& out = gradient.out;
+    const float factor = static_cast<float>(gradient.factor);
+    const int64_t first_m = at.m + row + (at.of == kGradQuery ? p.slice.row_begin : p.slice.col_begin);
+    float* g_out = static_cast<float*>(out.data) + batch_offset(p.batch, out, at.n, 0) + first_m * out.row_stride;
+    const bool first = is_first(at);
+#pragma unroll
+    for (int i = 0; i < Tile::kN / 2; i += 2) {
+      const int down = i / 2 % 2 * 8, col = at.col + i / 4 * 8 + static_cast<int>(threadIdx.x % 4 * 2);
+      const int cols = at.col + at.cols;
+      if (row + down >= at.ms || col >= cols) continue;
+      float x[2] = {times_power_of_two(product[i] * factor, top), times_power_of_two(product[i + 1] * factor, top)};
+      float* g_pair = g_out + down * out.row_stride + col * out.col_stride;
+      if (out.vector && col + 1 < cols) {
+        float2& pair = *reinterpret_cast<float2*>(g_pair);
+        if (!first) {
+          x[0] += pair.x;
+          x[1] += pair.y;
+        }
+        pair = make_float2(x[0], x[1]);
+        continue;
+      }
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (col + e < cols) g_pair[e * out.col_stride] = first ? x[e] : g_pair[e * out.col_stride] + x[e];
+      }
+    }
+  }
+};
+
+template <class Tile>
+struct SplitHalfGradientsShared {
+  typename Tile::Shared tile;
+  Tickets tickets;
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    split_half_gradients_kernel(const __grid_constant__ SplitHalfGradientsParams params,
+                                const __grid_constant__ SplitHalfGradientsMaps maps,
+                                const __grid_constant__ GradientTiles<Tile> list) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  SplitHalfGradientsShared<Tile>& shared = *reinterpret_cast<SplitHalfGradientsShared<Tile>*>(s_bytes);
+  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
+  const SplitHalfGradients<Tile> work = {params, list};
+  run_warpgroups<Tile>(
+      shared.tile, [&](StepLoader<Tile>& loader) { work.load(loader, shared.tickets, maps); },
+      [&](StepMultiplier<Tile>& multiplier, uint32_t, int row) { work.multiply(multiplier, shared.tickets, row); });
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
+}
+
+// Of P or dS: columns of a block, rows, terms, blocks, matrices.
+cudaError_t make_blocks_map(CUtensorMap& map, void* terms, int64_t matrices, int64_t rows, int64_t pitch, int box_rows) {
+  const int64_t block = kSplitHalfBlock;
+  const BatchDims dims = {{matrices, pitch / block, 2}, 3};
+  MatrixView view = {};
+  view.data = terms;
+  view.row_stride = 2 * pitch;
+  view.batch_stride[0] = rows * view.row_stride;
+  view.batch_stride[1] = 2 * block;
+  view.batch_stride[2] = block;
+  view.col_stride = view.group = 1;
+  return make_tensor_map(map, DataType::kHalf, dims, view, rows, block, box_rows);
+}
+
+}  // namespace
+
+cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
+                                        void* grad_out_terms, cudaStream_t stream) {
+  using Tile = SplitHalfWgmmaTile<true, kSplitHalfPromoted>;
+  const Slice& slice = params.slice;
+  const int64_t E = params.of[kGradKey].width, Ev = params.of[kGradValue].width, matrices = slice.batch_count,
+                rows = slice.row_count;
+  const int64_t keys = std::min(slice.col_begin + slice.col_count, params.keys) - slice.col_begin;
+  SplitHalfGradientsMaps maps;
+  cudaError_t status = make_blocks_map(maps.weights, params.weights, matrices, rows, params.pitch, Tile::kK);
+  const auto then = [&](cudaError_t made) {
+    if (status == cudaSuccess) status = made;
+  };
+  then(make_blocks_map(maps.grads, params.grads, matrices, rows, params.pitch, Tile::kK));
+  then(make_blocks_map(maps.grad_rows, params.grads, matrices, rows, params.pitch, Tile::kM));
+  then(make_terms_map(maps.query, query_terms, matrices, rows, E, Tile::kK));
+  then(make_terms_map(maps.grad_out, grad_out_terms, matrices, rows, Ev, Tile::kK));
+  then(make_terms_map(maps.key, key_terms, matrices_of_slice(slice, params.group), std::max<int64_t>(keys, 1), E, Tile::kK));
+  if (status != cudaSuccess) return status;
+  const GradientTiles<Tile> list(slice, params.sequence.causal, params.group, E, Ev, true, true);
+  return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, list.all(), stream,
+                                                                         params, maps, list);
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,214 @@
+"""The backward by half terms, forced by name, against float64: no less exact than PyTorch's own in float32.
+
+Slices are whole matrices, or rows of one with all keys, whose terms may come in pieces; what lies in several is carried in the
+gradients. What two half terms are not enough for is made anew, as the pipeline makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import error_rule
+import pytest
+import reference
+import torch
+from helpers import normal, oracle_with_grads, qkv, sdpa_backward, sdpa_forward, torch_own
+from kernels import KERNELS, needs_the_card
+from torch import Tensor
+
+KERNEL = next(kernel for kernel in KERNELS if kernel.name == "sm90_split_half")
+NAN, LOWEST, MIB = float("nan"), torch.finfo(torch.float32).min, 1 << 20
+DIMS = ((64, 64), (128, 40), (136, 264), (520, 512), (1024, 1024), (7, 13))
+FLOAT = 2  # of core/tensors.h
+
+
+def against(**facts: int) -> str:
+    typical = {"N": 8, "L": 512, "S": 512, "E": 128, "Ev": 128, "type": FLOAT}
+    names, values = zip(*(typical | facts).items(), strict=True)
+    table = torch.ops.attention_ext.kernels("backward")
+    *_, refusals, _ = torch.ops.attention_ext.plan("backward", names, values, 90, 132, 1 << 27)
+    return refusals[table.index(KERNEL.name)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "clause"),
+    [
+        ({}, ""),
+        ({"type": 0}, "it takes float32, not float16"),
+        ({"E": 0}, "it does not take sizes of 0"),
+        ({"S": (1 << 16) + 1}, "it loses precision beyond 65536 keys"),
+        ({"key_group": 2}, "key and value have different head counts"),
+        ({"mask": 3, "mask_grad": 1}, "it makes no gradient of the mask"),
+        ({"key_group": 2, "value_group": 2, "causal": 1, "mask": 1, "dropout": 1}, ""),
+    ],
+    ids=str,
+)
+def test_what_it_takes(facts: dict[str, int], clause: str) -> None:
+    if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
+        pytest.skip("this build has no kernels for Hopper")
+    assert against(**facts) == clause
+
+
+@pytest.fixture
+def hopper() -> Iterator[None]:
+    needs_the_card(KERNEL)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+gpu = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]
+
+
+def on_gpu(test):
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+def draw(heads: tuple[int, int], L: int, S: int, dims: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query, key, value, grad_out."""
+    q, k, v = qkv((2,), heads, L, S, *dims, device="cuda")
+    return q, k, v, normal(*q.shape[:-1], dims[1], device="cuda")
+
+
+def gradients(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None = None, causal: bool = False, **options
+) -> list[Tensor]:
+    gqa, kernel = q.size(1) != k.size(1), options.pop("kernel_name", KERNEL.name)
+    call = {"enable_gqa": gqa, "key_lengths": options.pop("key_lengths", None)}
+    grad_lse, seed, p = options.pop("grad_lse", None), options.pop("seed", None), options.pop("p", 0.0)
+    out, lse = sdpa_forward(q, k, v, mask, seed, p, causal, **call)
+    return sdpa_backward(grad, grad_lse, q, k, v, mask, out, lse, seed, p, causal, kernel_name=kernel, **call, **options)[:3]
+
+
+def hold(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None = None, causal: bool = False, **options) -> None:
+    """The error rule, and the same bits twice."""
+    gqa, inputs = q.size(1) != k.size(1), [q, k, v, mask]
+    want, _, want_grads = oracle_with_grads(inputs, grad, causal, None, gqa)
+    _, own_grads = torch_own(inputs, grad, want, causal, None, gqa)
+    grads, again = (gradients(q, k, v, grad, mask, causal, **options) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    error_rule.check_gradients(grads, want_grads, own_grads, torch.float32)
+
+
+@on_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_lengths(dims: tuple[int, int], causal: bool, poison_all: None) -> None:
+    for L, S in ((1, 1), (1, 333), (100, 1), (64, 64), (65, 129), (127, 300), (300, 127), (257, 500)):
+        error_rule.settle(lambda L=L, S=S: hold(*draw((3, 3), L, S, dims), causal=causal))
+
+
+@on_gpu
+@pytest.mark.parametrize("cap", [1 << 27, 8 * MIB, 3 * MIB, 600_000, 1], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
+def test_slices(heads: tuple[int, int], causal: bool, cap: int, poison_all: None) -> None:
+    for L, S in ((600, 700), (900, 200), (200, 900)):
+        error_rule.settle(lambda L=L, S=S: hold(*draw(heads, L, S, (72, 136)), causal=causal, workspace_bytes=cap))
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["bool", "bias", "of keys"])
+def test_masks(kind: str, poison_all: None) -> None:
+    q, k, v, grad = draw((4, 2), 200, 333, (64, 72))
+    mask = (
+        torch.rand(2, 1, 200, 333, device="cuda") < 0.6
+        if kind == "bool"
+        else normal(1, 1, 200 if kind == "bias" else 1, 333).cuda()
+    )
+    if kind != "of keys":
+        mask[..., 7, :] = False if kind == "bool" else -float("inf")
+    grads = gradients(q, k, v, grad, mask)
+    _, _, want = oracle_with_grads([q, k, v, mask.detach()], grad, False, None, True)
+    for ours, wanted in zip(grads, want, strict=False):
+        assert (ours.cpu().double() - wanted).norm() <= 1e-6 * wanted.norm()
+    assert bool((grads[0][..., 7, :] == 0).all()) == (kind != "of keys")
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["causal", "bool"])
+def test_a_single_key(kind: str) -> None:
+    """The gradient of a query that sees one key is 0, bit by bit, but for what comes by the log-sum-exp."""
+    q, k, v, grad = draw((2, 2), 100, 300, (64, 64))
+    mask = torch.rand(100, 300, device="cuda") < 0.5 if kind == "bool" else None
+    if mask is not None:
+        mask[0] = torch.arange(300, device="cuda") == 77
+    assert (gradients(100 * q, k, v, grad, mask, kind == "causal")[0][..., 0, :] == 0).all()
+
+
+@on_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (264, 136)], ids=str)
+def test_grad_lse_lengths_and_dropout(dims: tuple[int, int]) -> None:
+    """As the pipeline has them."""
+    q, k, v, grad = draw((4, 2), 200, 333, dims)
+    lengths, seed = torch.tensor([65, 0], device="cuda", dtype=torch.int32), torch.tensor([99], device="cuda")
+    of_lse = normal(2, 4, 200).cuda()
+    for options in ({"grad_lse": of_lse}, {"key_lengths": lengths}, {"seed": seed, "p": 0.3}, {"seed": seed, "p": 1.0}):
+        for causal in (False, True):
+            ours, want = (
+                gradients(q, k, v, grad, causal=causal, kernel_name=name, **options) for name in (KERNEL.name, "pipeline")
+            )
+            for a, b in zip(ours, want, strict=True):
+                assert (a.double() - b.double()).norm() <= 2e-6 * b.double().norm(), options
+
+
+@on_gpu
+def test_what_lies_behind_a_length_is_not_read() -> None:
+    q, k, v, grad = draw((2, 2), 200, 300, (64, 136))
+    lengths = torch.tensor([77, 0], device="cuda", dtype=torch.int32)
+    want = gradients(q, k, v, grad, key_lengths=lengths)
+    for row, length in enumerate(lengths.tolist()):
+        k[row, :, length:] = v[row, :, length:] = NAN
+    assert all(torch.equal(a, b) for a, b in zip(gradients(q, k, v, grad, key_lengths=lengths), want, strict=True))
+
+
+@on_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("kind", ["columns", "columns of value", "a small row of value", "lowest"])
+def test_what_is_made_anew(kind: str, causal: bool) -> None:
+    """Not much less exact than the pipeline."""
+    q, k, v, grad = draw((4, 2), 200, 300, (72, 72))
+    scales = torch.exp2(torch.randint(-16, 17, (72,), device="cuda").float())
+    mask = None
+    if kind == "columns":
+        q, k = q * scales, k / scales
+    elif kind == "columns of value":
+        v, grad = v * scales, grad / scales
+    elif kind == "lowest":
+        mask = torch.zeros(200, 300, device="cuda")
+        mask[7] = LOWEST
+    else:
+        v[..., 5, :] *= 2.0**-20
+    inputs = [t.double() if t is not None else None for t in (q, k, v, mask)]
+    leaves = [t.requires_grad_() for t in inputs[:3]]
+    out, _ = reference.attention(*leaves, inputs[3], causal, None, True, device="cuda")
+    want = torch.autograd.grad(out, leaves, grad.double())
+    ours, pipelines = (gradients(q, k, v, grad, mask, causal, kernel_name=name) for name in (KERNEL.name, "pipeline"))
+    for a, b, wanted in zip(ours, pipelines, want, strict=True):
+        assert (a - wanted).norm() <= 2 * (b - wanted).norm() + 1e-7 * wanted.norm()
+
+
+@on_gpu
+@pytest.mark.parametrize("index", range(4), ids=["query", "key", "value", "grad_out"])
+def test_not_finite(index: int) -> None:
+    """Such a key head is what the pipeline makes of it; others are as without."""
+    inputs = list(draw((4, 2), 100, 200, (64, 64)))
+    plain = gradients(*inputs)
+    inputs[index] = inputs[index].clone()
+    inputs[index][0, 0, 3, 5] = NAN
+    ours, want = (gradients(*inputs, kernel_name=name) for name in (KERNEL.name, "pipeline"))
+    assert any(t.isnan().any() for t in ours)
+    for a, b, before, heads in zip(ours, want, plain, (2, 1, 1), strict=True):
+        assert torch.equal(a[0, heads:], before[0, heads:]) and torch.equal(a[1], before[1])
+        torch.testing.assert_close(a[0, :heads].nan_to_num(), b[0, :heads].nan_to_num(), rtol=1e-4, atol=1e-5)
+
+
+@on_gpu
+def test_repeats() -> None:
+    q, k, v, grad = draw((4, 2), 700, 700, (136, 72))
+    first = gradients(q, k, v, grad, causal=True)
+    for _ in range(100):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(q, k, v, grad, causal=True), first, strict=True))
