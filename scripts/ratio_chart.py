@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from speed_chart import STYLE, element
 
-WIDTH, LEFT, RIGHT, TOP = 880, 330, 60, 84
+WIDTH, LEFT, RIGHT, TOP = 880, 370, 56, 84
 ROW, BAR = 18, 12  # heights of a row and of its bar
 OWN_STYLE = ".slower { fill: #d4a72c } .name { text-anchor: end } .one { stroke: #59636e } @media (prefers-color-scheme: dark) {"
 OWN_STYLE += " .slower { fill: #bb8009 } .one { stroke: #9198a1 } }"
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
 
 def kind_of(case: dict[str, Any]) -> str:
     words = [f"head dim {case['E']}", case["dtype"].removeprefix("torch."), *["causal"] * case["causal"]]
-    return ", ".join([*words, *["1 query"] * (case["L"] == 1), *["grouped heads"] * (case["Hq"] != case["Hk"])])
+    return ", ".join([*words, *["1 query"] * (case["L"] == 1), *["grouped"] * (case["Hq"] != case["Hk"])])
 
 
 def ratios(record: dict[str, Any]) -> list[Bar]:
@@ -68,19 +68,19 @@ def ratio_chart(record: dict[str, Any]) -> str:
     def place(ratio: float) -> float:
         return LEFT + (math.log2(ratio) - low) / (high - low) * (WIDTH - LEFT - RIGHT)
 
-    height = TOP + ROW * (len(bars) + 1.5 * len({bar.group for bar in bars})) + ROW
+    height = round(TOP + ROW * (len(bars) + 1.5 * len({bar.group for bar in bars})) + ROW)
     heading = "PyTorch's time / ours (more than 1: ours is faster)"
     card = f"{record['card']}, csrc {record['csrc_tree'][:12]}, torch {record['torch']}, {record['date']}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" height="{height:.0f}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img">',
         element("title", f"{heading}. {card}"),
         f"<style>{STYLE}{OWN_STYLE}</style>",
-        element("rect", class_="page", width=WIDTH, height=f"{height:.0f}"),
+        element("rect", class_="page", width=WIDTH, height=height),
         element("text", heading, class_="title", x=8, y=24),
         element("text", card, x=8, y=44),
     ]
     for power in range(low, high + 1):
         x = f"{place(2.0**power):.1f}"
-        parts.append(element("line", class_="one" if power == 0 else "", x1=x, x2=x, y1=TOP - 8, y2=f"{height - ROW / 2:.0f}"))
+        parts.append(element("line", class_="one" if power == 0 else "", x1=x, x2=x, y1=TOP - 8, y2=height - ROW // 2))
         parts.append(element("text", f"{2.0**power:g}", class_="axis", x=x, y=TOP - 14))
     return "\n".join([*parts, *rows(bars, place), "</svg>"]) + "\n"

@@ -124,7 +124,9 @@ def test_the_ratios_show_all_that_was_compared() -> None:
     picture = ElementTree.fromstring(ratio_chart.ratio_chart(record))
     kinds = [element.get("class") for element in picture.iter() if element.tag.endswith("rect")]
     ratios = [bar.ratio for bar in ratio_chart.ratios(record)]
-    assert kinds.count("ours") == sum(ratio >= 1.0 for ratio in ratios) and kinds.count("slower") == sum(r < 1.0 for r in ratios) > 0
+    assert (
+        kinds.count("ours") == sum(ratio >= 1.0 for ratio in ratios) and kinds.count("slower") == sum(r < 1.0 for r in ratios) > 0
+    )
     widths = [float(element.get("width")) for element in picture.iter() if element.get("class") in ("ours", "slower")]
     assert max(widths) == widths[ratios.index(max(ratios))] and "55.71" in "".join(picture.itertext())
 
