@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -45,8 +45,9 @@ seen: list[tuple[int, int]] = []  # of each call the sequences and the heads tha
 class Layer(nn.Module):
     """(B, L, 32) -> (B, L, 32); heads may be sharded."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
+        self.attention = attention
         widths = {"q": (32, HEADS * E), "k": (32, GROUPS * E), "v": (32, GROUPS * E), "o": (HEADS * E, 32)}
         self.proj = nn.ModuleDict({name: nn.Linear(*width, bias=False) for name, width in widths.items()})
         self.norm = nn.LayerNorm(32)
@@ -54,16 +55,16 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.norm(x)
         q, k, v = (self.proj[name](normed).unflatten(-1, (-1, E)).transpose(1, 2) for name in "qkv")
-        return x + self.proj["o"](attend(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
+        return x + self.proj["o"](self.attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
     """A small language model; the loss of tokens (B, L), called as models of transformers are."""
 
-    def __init__(self) -> None:
+    def __init__(self, attention: Callable[..., Tensor]) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(128, 32), nn.Linear(32, 128)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer(attention) for _ in range(2))
 
     def forward(self, tokens: Tensor, **_: object) -> Tensor:
         x = self.embed(tokens)
@@ -141,7 +142,7 @@ def of_transformers(model: nn.Module, mesh: DeviceMesh, half: torch.dtype | None
 
 def make_own(implementation: str) -> Model:
     torch.manual_seed(1)
-    return Model()
+    return Model(attend if implementation == "attention_ext" else F.scaled_dot_product_attention)
 
 
 def make_example(implementation: str) -> nn.Module:
