@@ -57,8 +57,8 @@ class override(TorchFunctionMode):
     innermost is asked first, and what it leaves the next. A compiled function keeps what it was compiled with and is compiled again
     where it is called inside for the first time.
 
-    Left alone are calls inside torch.nn.attention.sdpa_kernel, of nested tensors, and of classes with a __torch_function__ of their
-    own. Not reached, but counted as left, is attention of nn.MultiheadAttention that is no call of the operator: with
+    Left alone are calls inside torch.nn.attention.sdpa_kernel, of nested tensors, and of classes with a `__torch_function__` of
+    their own. Not reached, but counted as left, is attention of nn.MultiheadAttention that is no call of the operator: with
     need_weights=True, and where torch.compile takes the fast path of torch.backends.mha, in evaluation without gradients.
 
     Attributes:

@@ -40,8 +40,8 @@ def sdpa(
         value: (..., Hk, S, Ev). Ev may differ from E.
         attn_mask: broadcasts to (..., Hq, L, S), rank 2 or more. bool: True takes part. float32 or the query's dtype: added to
             the scaled scores. It may require grad, which has the mask's own shape. Not together with is_causal. A CausalBias of
-            torch.nn.attention.bias means what it means for PyTorch's operator; other classes that override __torch_function__ are
-            refused.
+            torch.nn.attention.bias means what it means for PyTorch's operator; other classes with a `__torch_function__` of their
+            own are refused.
         dropout_p: probability in [0, 1] that a weight is zeroed (after the softmax; the others are scaled by 1 / (1 - p)). It is
             always applied: pass 0.0 in evaluation. 0 consumes no random numbers. The backward pass draws the mask of its forward
             pass, also in compiled and exported programs and in CUDA graphs, whose replays have a new one each.

@@ -1,4 +1,4 @@
-"""Fills the tables of README.md and docs/*.md from bench/results and draws the README's chart: `python scripts/make_tables.py`.
+"""Fills the tables of README.md and docs/*.md from bench/results and draws their charts: `python scripts/make_tables.py`.
 
 With --check it only compares. A page marks the place of a table of TABLES as
 <!-- table NAME: python scripts/make_tables.py --> ... <!-- end of table -->. The README shows one card, docs/results.md all.
@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from client_tables import CLIENT_TABLES, client_title
+from ratio_chart import ratio_chart
 from speed_chart import chart
-from tables import CHART, README_TABLES, TABLES, title
+from tables import CHART, README_TABLES, TABLES, ratios_path, title
 
 ROOT = Path(__file__).resolve().parent.parent
 PLACE = re.compile(r"(<!-- table (\w+): python scripts/make_tables.py -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -55,6 +56,7 @@ def outputs() -> dict[Path, str]:
     found = records()
     pages = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     made = {page: PLACE.sub(lambda place: filled(place, found), page.read_text()) for page in pages}
+    made |= {ROOT / "docs" / ratios_path(record): ratio_chart(record) for record in found.values() if "forward" in record}
     return made | {ROOT / CHART: chart(found[newest(found)])}
 
 

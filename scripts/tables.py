@@ -3,6 +3,7 @@
 A ratio is PyTorch's time / ours. scripts/make_tables.py puts them into the pages.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -246,6 +247,15 @@ def chart_text(record: dict[str, Any]) -> list[str]:
     return [f"![TFLOP/s of the forward by head dim: ours, PyTorch's default, three calls]({CHART})", "", text]
 
 
+def ratios_path(record: dict[str, Any]) -> str:
+    """The picture of a card's ratios, from docs/ on."""
+    return f"ratios_{re.sub('[^a-z0-9]+', '_', record['card'].lower()).strip('_')}.svg"
+
+
+def ratios_text(record: dict[str, Any]) -> list[str]:
+    return [f"![PyTorch's time / ours for every case on one {record['card']}]({ratios_path(record)})"]
+
+
 def highlights_table(record: dict[str, Any]) -> list[str]:
     rows = []
     for (part, name), what in HIGHLIGHTS.items():
@@ -266,6 +276,7 @@ def highlights_table(record: dict[str, Any]) -> list[str]:
 
 README_TABLES: dict[str, Callable[..., list[str]]] = {"chart": chart_text, "highlights": highlights_table}
 TABLES: dict[str, Callable[..., list[str]]] = README_TABLES | {
+    "ratios": ratios_text,
     "forward": forward_table,
     "stages": stages_table,
     "backward": backward_table,

@@ -14,6 +14,7 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
+import ranks
 import sharding_checks
 from processes import python
 
@@ -22,7 +23,7 @@ from attention_ext._after_import import after_import
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return sharding_checks.outcomes("cpu", tmp_path_factory.mktemp("ranks"))
+    return ranks.outcomes("cpu", tmp_path_factory.mktemp("ranks"), "sharding_checks")
 
 
 @pytest.mark.parametrize("name", sharding_checks.CHECKS)

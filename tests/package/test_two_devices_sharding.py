@@ -8,6 +8,7 @@ import torch
 if not torch.distributed.is_available():
     pytest.skip("this torch has no distributed package", allow_module_level=True)
 
+import ranks
 import sharding_checks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")]
@@ -15,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    return sharding_checks.outcomes("cuda", tmp_path_factory.mktemp("ranks"))
+    return ranks.outcomes("cuda", tmp_path_factory.mktemp("ranks"), "sharding_checks")
 
 
 @pytest.mark.parametrize("name", sharding_checks.CHECKS)

@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import close, leaves, normal, qkv, sdpa, sdpa_backward, sdpa_forward, sdpa_with_lse
-from sharding_compare import CHECKS, RANKS, check, compare, same, scatter
+from ranks import RANKS
+from sharding_compare import CHECKS, check, compare, same, scatter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate

@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-RANKS = 2
 CHECKS: dict[str, Callable[[str], None]] = {}  # what every rank runs, given the type of device
 
 

@@ -7,7 +7,8 @@ from functools import partial
 
 import torch
 from helpers import leaves, normal
-from sharding_compare import RANKS, check, compare, same, scatter
+from ranks import RANKS
+from sharding_compare import check, compare, same, scatter
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_module

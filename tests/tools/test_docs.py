@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+from loader import script
 from paths import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -51,9 +54,28 @@ def test_a_broken_link_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_every_page_is_in_the_index(page: Path) -> None:
+    """For readers of the repository, and in the site's navigation."""
     index = ROOT / "docs" / "index.md"
     targets = {(index.parent / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)]+)\)", index.read_text())}
     assert page in targets | {index}
+    if page.is_relative_to(index.parent):
+        assert f": {page.relative_to(index.parent)}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_links_on_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that leave docs/ go to pages made of other files, to the repository, or are plain text."""
+    for module in ("mkdocs", "mkdocs.structure", "mkdocs.structure.files", "mkdocs.structure.pages"):
+        monkeypatch.setitem(sys.modules, module, MagicMock())
+    relinked = script("site_hooks.py").relinked
+    text = "[a](b.md#c) [d](../../CHANGELOG.md) [e](../../examples/parallel.py) [f `g`](../../csrc/core) ![h](i.svg) [j](https://k)"
+    want = "[a](b.md#c) [d](../changelog.md) [e](../examples/parallel.md) {} ![h](i.svg) [j](https://k)"
+    code = "\n```python\nx = [a](../../csrc)\n```\n"
+    page = ("docs/kernels/linear.md", "kernels/linear.md")
+    assert relinked(text + code, *page, None) == want.format("f `g`") + code
+    assert relinked(text + code, *page, "https://host/repository/") == (
+        want.format("[f `g`](https://host/repository/blob/HEAD/csrc/core)") + code
+    )
+    assert relinked("[a](docs/parts.md#b)", "CHANGELOG.md", "changelog.md", None) == "[a](parts.md#b)"
 
 
 def test_every_kernel_of_a_record_has_its_page() -> None:

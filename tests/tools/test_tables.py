@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 import everyday
 import make_tables
 import pytest
+import ratio_chart
 import record_shapes
 import speed_chart
 import tables
@@ -85,7 +86,7 @@ def test_every_table_has_its_place_and_does_without_what_was_not_measured() -> N
     assert sum(page.count("<!-- table") for page in pages) == len(places)
     kept = ("card", "csrc_tree", "ceilings", "driver", "torch", "date", "error_rule", "gpu_tests", "sanitizer", "sound")
     bare = {key: H100[key] for key in kept} | {"forward": {name: H100["forward"][name] for name in ("d64", "dec512")}}
-    for name in tables.TABLES.keys() - {"cpu"}:
+    for name in tables.TABLES.keys() - {"cpu", "ratios"}:
         whole, part = text_of(name, H100 | PARTS), text_of(name, bare)
         assert len(whole) > len(part) and "nan" not in whole, name
     assert "not sound" in tables.title(H100 | {"sound": False}) and "not sound" not in tables.title(H100 | {"sound": True})
@@ -136,6 +137,22 @@ def test_the_chart_shows_a_case_of_each_head_dim() -> None:
     assert sum(element.get("class") == "naive" for element in shapes) == len(points), "no bar where nothing was measured"
     text = " ".join(picture.itertext())
     assert H100["card"] in text and H100["csrc_tree"][:12] in text and "not measured at head dim 256" in text
+
+
+def test_the_ratios_show_all_that_was_compared() -> None:
+    lost = H100["forward"]["d64"] | {"ratio_to_torch": None}
+    record = H100 | {"forward": H100["forward"] | {"lost": lost}, "backward": {"d256c": {"attention_ext": 4.0, "torch": 3.0}}}
+    bars = {bar.name.split(":")[0]: bar for bar in ratio_chart.ratios(record)}
+    assert bars.keys() == H100["forward"].keys() | H100["linear"].keys()
+    assert bars["d256c"] == ("Backward alone", "d256c: head dim 256, bfloat16, causal", 0.75)
+    picture = ElementTree.fromstring(ratio_chart.ratio_chart(record))
+    kinds = [element.get("class") for element in picture.iter() if element.tag.endswith("rect")]
+    ratios = [bar.ratio for bar in ratio_chart.ratios(record)]
+    assert (
+        kinds.count("ours") == sum(ratio >= 1.0 for ratio in ratios) and kinds.count("slower") == sum(r < 1.0 for r in ratios) > 0
+    )
+    widths = [float(element.get("width")) for element in picture.iter() if element.get("class") in ("ours", "slower")]
+    assert max(widths) == widths[ratios.index(max(ratios))] and "55.71" in "".join(picture.itertext())
 
 
 def test_own_kernels_stand_apart() -> None:
