@@ -1,5 +1,5 @@
-// Launches: over more than one grid holds, as many as the limit asks for (one, in all but absurd cases); and with what a plain launch
-// has no word for.
+// Launches: over more than one grid holds, as many as the limit asks for (one, in all but absurd cases); and with what a plain
+// launch has no word for.
 #pragma once
 
 #include <cuda_runtime_api.h>
