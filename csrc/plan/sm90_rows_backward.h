@@ -28,8 +28,8 @@ constexpr int kRowsBackwardTile = 128;  // queries or keys of a tile
 // 24; column kernel dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or 32.
 constexpr RowsBackwardShape rows_backward_shape(int head_dim_class) {
   switch (head_dim_class) {
-    case 64: return {1, 128, 2, 3, 96, 2, 4, false, 1300, 1350};  // 64 + 3 x 32 KB; 64 + 4 x 24 KB
-    default: return {2, 96, 1, 3, 64, 1, 4, false, 1650, 1450};   // 64 + 3 x 48 KB; 64 + 4 x 32 KB
+    case 64: return {1, 128, 2, 3, 96, 2, 4, true, 1300, 1350};  // 64 + 3 x 32 KB; 64 + 4 x 24 KB
+    default: return {2, 96, 1, 3, 64, 1, 4, true, 1650, 1450};   // 64 + 3 x 48 KB; 64 + 4 x 32 KB
   }
 }
 
