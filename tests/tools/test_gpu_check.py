@@ -1,4 +1,4 @@
-"""scripts/gpu_check and scripts/evidence.py without a GPU: reports read, what makes a record sound, two cards, initcheck."""
+"""scripts/gpu_check and scripts/evidence.py without a GPU: reports read, what makes a record sound, two cards."""
 
 from __future__ import annotations
 
@@ -199,6 +199,32 @@ def test_the_second_card_is_for_tests(monkeypatch: pytest.MonkeyPatch, tmp_path:
         assert done == [*timed, tests]
 
 
+def test_continue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tests for the benches of a command before: the record is complete, and of one card, wheel and csrc tree."""
+    module, benches = script("gpu_check"), []
+    bench = {"shapes_summary": {}} | {name: complete()[name] for name in ("error_rule", "linear")}
+
+    def check(*arguments: str, tree: str = TREE) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr(module, "install", lambda wheel: ({}, about(tree, 1) | {"uuid": "GPU-1", "attention_ext": "0"}))
+        monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(tmp_path), "--commit", "c", *arguments])
+        return module.main(), json.loads((tmp_path / "some_card.json").read_text())
+
+    monkeypatch.setattr(module, "THERE", [])
+    monkeypatch.setattr(module, "run_bench", lambda name, options, env: (0, (benches.append(name), bench)[1]))
+    monkeypatch.setattr(module, "run_tests", lambda shares, env: [ET.fromstring('<testcase classname="a" name="t"/>')])
+    monkeypatch.setattr(module, "run_sanitizer", lambda *_: {"clean": True})
+    monkeypatch.setattr(module, "run_randomised", lambda examples, env: {"asked": examples, "count": examples, "failed": 0})
+    with pytest.raises(SystemExit, match=r"--continue: .*some_card.json is of another .*, or not there"):
+        check("--continue")
+    code, first = check("--skip-tests", "--skip-sanitizer", "--examples", "0")
+    assert code == 0 and first["benches_complete"] and not first["complete"] and not first["sound"]
+    with pytest.raises(SystemExit, match="is of another csrc_tree, or"):
+        check("--continue", tree=OTHER)
+    code, whole = check("--continue")
+    assert code == 0 and whole["sound"] and whole["gpu_tests"]["tests"] == 1 and whole["linear"] == first["linear"]
+    assert benches == ["record", "record_shapes"] and whole["seconds"].keys() == {"benches", "shapes", "tests_and_sanitizers"}
+
+
 @pytest.mark.parametrize("change", ["", "left out", "failed", "absent"])
 def test_parts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: str) -> None:
     """Each is a script of bench/ whose object becomes a part of the record; a call that was left out makes it incomplete."""
@@ -243,47 +269,6 @@ def test_table_says_two_cards_and_names_the_sanitizers(monkeypatch: pytest.Monke
     (tmp_path / "bench" / "results").mkdir(parents=True)
     (tmp_path / "bench" / "results" / "other.json").write_text(json.dumps({"two_cards": record["two_cards"]}))
     assert tables.records() == {}, "a record of two cards alone has no table"
-
-
-INITCHECK = """========= COMPUTE-SANITIZER
-========= Uninitialized __global__ memory read of size 4 bytes
-=========     at void at::native::reduce_kernel<(int)512>(T3)+0x1230
-=========     by thread (0,0,0) in block (0,0,0)
-=========     Access to 0x7f00 is inside an allocation
-=========     Saved host backtrace up to driver entry point at kernel launch time
-=========         Host Frame: attention_ext::launch() in _cuda.abi3.so
-========= Host API memory access error at host access to 0x7f00 of size 1 bytes
-=========     Uninitialized access at 0x7f00 on access by cudaMemcpy source
-{more}========= ERROR SUMMARY: 2 errors
-subset done
-"""
-
-SHORT_COPY = """========= Uninitialized __global__ memory read of size 16 bytes
-=========     at attention_ext::cp_async_16_zero_filled(unsigned int, const void *, int)+0xbff0 in cp_async.cuh:40
-=========         Device Frame: attention_ext::k()+0x10
-"""
-
-
-@pytest.mark.parametrize(
-    ("more", "clean"),
-    [
-        ("", True),
-        ("========= Uninitialized __global__ memory read of size 4 bytes\n=========     at attention_ext::k()+0x10\n", False),
-        ("========= Uninitialized __global__ memory read of size 4 bytes\n=========     in some other form\n", False),
-        (SHORT_COPY, True),
-    ],
-)
-def test_initcheck_counts_this_packages_kernels(monkeypatch: pytest.MonkeyPatch, more: str, clean: bool) -> None:
-    module = script("gpu_check")
-    commands: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(module, "run", lambda *given: commands.append(given) or (0, INITCHECK.format(more=more), ""))
-    result = module.run_sanitizer("initcheck", ["subset.py"], "subset done", {})
-    short = int(more == SHORT_COPY)
-    counts = f"{int(not clean)} in kernels of this package, {short} at copies of less than 16 bytes"
-    assert result["clean"] == clean and result["summary"] == f"ERROR SUMMARY: 2 errors, {counts}"
-    assert not module.run_sanitizer("initcheck", ["subset.py"], "never printed", {})["clean"]
-    assert "--kernel-name" not in commands[0][0], "what a kernel that is left out wrote would count as unwritten"
-    assert commands[0][1]["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
 
 
 def test_last_json() -> None:
