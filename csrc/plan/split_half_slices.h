@@ -54,8 +54,10 @@ inline SplitHalfSlices split_half_slice(const SplitHalfSizes& sizes, bool fused,
   place(3 * sizes.N * kSplitHalfFactsBytes);
   slices.marks_at = place(sizes.N * ceil_div(sizes.L, 16));
   slices.query_at = place(matrices * rows * slice_pitch(sizes.E) * 4);
-  slices.key_at = place(slices.key_matrices * keys * slice_pitch(sizes.E) * 4);
-  slices.value_at = place(slices.value_matrices * keys * slice_pitch(sizes.Ev) * 4);
+  const int64_t key_bytes = slices.key_matrices * keys * slice_pitch(sizes.E) * 4,
+                value_bytes = slices.value_matrices * keys * slice_pitch(sizes.Ev) * 4;
+  slices.key_at = place(fused ? key_bytes : std::max(key_bytes, value_bytes));
+  slices.value_at = fused ? place(value_bytes) : slices.key_at;  // after the scores nothing reads the keys' terms any more
   slices.exponents_at =
       place((slices.query_blocks() + slices.key_blocks() + slices.value_matrices * ceil_div(keys, kSegment)) * 4);
   slices.weights_at = place(fused ? 0 : matrices * rows * slice_pitch(keys) * 4);

@@ -67,8 +67,9 @@ class Forward {
         operand(2, p.value, p.value.group, slice.col_begin, slice.col_count, p.Ev, plan_.value_at),
         operand(1, p.key, p.key.group, slice.col_begin, slice.col_count, p.E, plan_.key_at),
         operand(0, p.query, 1, slice.row_begin, slice.row_count, p.E, plan_.query_at)};
-    // The query's terms outlast slices of keys.
-    cudaError_t status = launch_split_half_blocks(operands, slice.col_begin == 0 ? 3 : 2, stream_);
+    // The query's terms outlast slices of keys. Those of values lie in the place of the keys', unless both are wanted at once.
+    const auto split = [&](int first, int end) { return launch_split_half_blocks(operands + first, end - first, stream_); };
+    cudaError_t status = split(plan_.fused ? 0 : 1, slice.col_begin == 0 ? 3 : 2);
     if (status != cudaSuccess) return status;
 
     SplitHalfScoresParams scores = {};
@@ -99,6 +100,7 @@ class Forward {
     }
     status = launch_split_half_scores(scores, ScoreProducts::kWeightTerms, at<void>(plan_.query_at), at<void>(plan_.key_at),
                                       stream_);
+    if (status == cudaSuccess) status = split(0, 1);
     if (status != cudaSuccess) return status;
 
     // States are read and written by CTAs of different columns: two arrays, in turn.
