@@ -106,7 +106,9 @@ def measured(cases: list[Case], device: torch.device, backward: bool, repeat: in
         "csrc": BUILD.csrc,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if on_card else "cpu",
-        "processor": "" if on_card else f"{platform.machine()}, {torch.get_num_threads()} threads",
+        "processor": ""
+        if on_card
+        else f"{platform.machine()}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() > 1)}",
         "cases": [],
     }
     with Progress(len(cases) * STEPS * (2 + len(THERE[device.type]) + 1)) as progress:
@@ -125,7 +127,7 @@ def _number(value: float | None) -> str:
 
 
 def _table(entry: dict[str, Any], on_card: bool) -> Table:
-    memory = ["extra MiB"] if on_card else []
+    memory = ["MiB"] if on_card else []
     table = Table("", "ms", "quartiles, ms", "TFLOP/s", "ratio", *memory, "")
     for name, row in entry["rows"].items():
         if "ms" not in row:
@@ -134,7 +136,7 @@ def _table(entry: dict[str, Any], on_card: bool) -> Table:
         ratio = row.get("ratio")
         spread = f"{_number(row['low_ms'])} - {_number(row['high_ms'])}"
         extra = [f"{row['extra_bytes'] / 2**20:.0f}"] if on_card else []
-        style = "" if name != OURS or ratio is None else "good" if ratio >= 1.05 else "bad" if ratio <= 0.95 else ""
+        style = "" if name != OURS or not on_card or ratio is None else "good" if ratio >= 1.05 else "bad" if ratio <= 0.95 else ""
         cells = [_number(row["ms"]), spread, _number(row["tflops"]), "-" if ratio is None else f"{ratio:.2f}", *extra]
         table.add(name, *cells, row.get("ran", ""), style=style)
     return table
@@ -152,7 +154,9 @@ def show(record: dict[str, Any]) -> None:
         _table(entry, on_card).print()
     say()
     say("ms: the median call. ratio: the time of PyTorch's operator over a row's own; above 1 the row is faster.")
-    if not on_card:
+    if on_card:
+        say("MiB: what a call takes from torch's allocator beside its results.")
+    else:
         say("On the CPU sdpa is PyTorch's own operator: the two differ by chance alone, and nothing gets faster.")
 
 

@@ -96,7 +96,7 @@ _NAMED = [
     Case("vae1024", 1, 1, 1, 16384, 16384, 512, FP16, what="one head, as in a VAE: head dim 512"),
     Case("g512c", 1, 32, 32, 8192, 8192, 512, BF16, causal=True, what="causal, head dim 512"),
     Case("g512cgqa", 1, 32, 4, 8192, 8192, 512, BF16, causal=True, what="grouped heads, causal, head dim 512"),
-    Case("kb97", 32, 32, 32, 512, 512, 1024, FP16, what="KernelBench level 1 problem 97: head dim 1024"),
+    Case("kb97", 32, 32, 32, 512, 512, 1024, FP16, what="KernelBench 1/97: head dim 1024"),
     Case("d768", 1, 16, 16, 4096, 4096, 768, BF16, what="head dim 768"),
     Case("d384", 1, 32, 32, 8192, 8192, 384, BF16, what="head dim 384"),
     Case("d256", 1, 16, 16, 8192, 8192, 256, BF16, what="head dim 256"),

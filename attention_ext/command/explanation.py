@@ -14,10 +14,10 @@ from .timing import size_text
 
 __all__ = ["SPEED", "run", "speed_of"]
 
-SPEED = {  # of an own kernel that is preferred or not, or of PyTorch's
-    "faster": "measured faster than PyTorch's operator",
-    "own": "own kernel, not counted as faster",
-    "torch": "PyTorch's own kernel: nothing gained",
+SPEED = {  # what an own kernel that is preferred, another one and PyTorch's own come to, in a word and in a clause
+    "faster": ("yes", "measured faster than PyTorch's operator: attention_ext.preferred is True"),
+    "own": ("not counted", "not counted as faster than PyTorch's operator; docs/results.md has what was measured"),
+    "torch": ("no, PyTorch's", "PyTorch's own kernel runs: nothing is gained"),
 }
 
 
@@ -50,16 +50,16 @@ def _show_one(case: Case, entry: dict[str, Any], found: Explanation) -> None:
     pairs = {"kernel": entry["kernel"]}
     if "backward" in entry:
         pairs["backward"] = entry["backward"]
-    pairs |= {"because": entry["reason"], "workspace": size_text(entry["workspace"]), "speed": SPEED[speed_of(found)]}
+    pairs |= {"because": entry["reason"], "workspace": size_text(entry["workspace"]), "faster": SPEED[speed_of(found)][1]}
     facts(pairs | {"call": entry["call"]})
 
 
 def _show_all(shown: list[tuple[Case, dict[str, Any], Explanation]], backward: bool) -> None:
-    table = Table("case", "for", "kernel", *["backward"] * backward, "", texts=4)
+    table = Table("case", "for", "kernel", *["backward"] * backward, "faster", texts=5)
     for case, entry, found in shown:
         key = speed_of(found)
         more = [entry["backward"]] if backward else []
-        table.add(case.name, case.what, entry["kernel"], *more, SPEED[key], style="good" if key == "faster" else "")
+        table.add(case.name, case.what, entry["kernel"], *more, SPEED[key][0], style="good" if key == "faster" else "")
     table.print()
 
 

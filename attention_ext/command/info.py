@@ -75,10 +75,10 @@ def run(args: argparse.Namespace) -> int:
     say()
     say(_verdict(used))
     if any(gained.values()):
-        table = Table("", "")
+        table = Table("call", "measured faster", texts=2)
         for key, whats in gained.items():
             for what in whats:
-                table.add(what, SPEED[key], style="good" if key == "faster" else "")
+                table.add(what, SPEED[key][0], style="good" if key == "faster" else "")
         table.print()
     say()
     say("Next: attention-ext verify, attention-ext bench, attention-ext explain.")

@@ -101,10 +101,12 @@ class Table:
         from rich.table import Table as RichTable
         from rich.text import Text
 
-        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(self.columns))
+        table = RichTable(
+            box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="", show_header=any(self.columns)
+        )
         for index, name in enumerate(self.columns):
-            free = index == len(self.columns) - 1 and not name
-            table.add_column(name, justify="left" if self._at_left(index) else "right", overflow="fold", no_wrap=not free)
+            left = self._at_left(index)
+            table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=index == 0 or not left)
         for cells, style in self.rows:
             table.add_row(*(Text(cell) for cell in cells), style=_STYLES[style])
         Console().print(table)

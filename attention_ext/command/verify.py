@@ -164,11 +164,11 @@ def _worst(rows: list[dict[str, Any]], gradients: bool) -> str:
 
 
 def _table(groups: dict[tuple[str, ...], list[dict[str, Any]]], names: tuple[str, ...]) -> Table:
-    table = Table(*names, "output", "gradients", "of the limit", "", texts=len(names))
+    table = Table(*names, "output", "gradients", "limit", "", texts=len(names))
     for names, rows in groups.items():
         failed = [row for row in rows if not row["within"]]
         shares = [row["share"] for row in rows if "share" in row]
-        verdict = f"{len(failed)} of {len(rows)} failed" if failed else f"{len(rows)} calls within" if len(rows) > 1 else "within"
+        verdict = f"{len(failed)} of {len(rows)} failed" if failed else f"{len(rows)} within" if len(rows) > 1 else "within"
         cells = _worst(rows, False), _worst(rows, True), f"{100 * max(shares):.0f} %" if shares else "-"
         reasons = "; ".join({row["reason"] for row in failed if "reason" in row})
         table.add(*names, *cells, f"{verdict}{': ' if reasons else ''}{reasons}", style="bad" if failed else "")
@@ -188,7 +188,8 @@ def show(record: dict[str, Any], every: bool) -> None:
     for row in failed if not every else []:
         say(f"failed: {row['operator']} ({row['kernel']}), {_text(row)}: {row.get('reason') or _errors(row)}")
     say()
-    say("Largest relative errors against float64, PyTorch's own in brackets. The limit: twice PyTorch's, and one rounding.")
+    say("Largest relative errors against float64, PyTorch's own in brackets.")
+    say("limit: how much of it an error takes at most. It is twice the error of PyTorch's result, and one rounding.")
     if record["device"] == "cpu":
         say("On the CPU sdpa is PyTorch's own operator; sdpa_with_lse is this package's reference. The kernels need a GPU.")
     say(f"{len(record['rows']) - len(failed)} passed, {len(failed)} failed")
