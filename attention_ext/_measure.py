@@ -48,7 +48,8 @@ def time_ms(call: Callable[[], object], device: torch.device, repeat: int, progr
 def sample_heads(batch: int, heads: int, count: int = 4) -> list[tuple[int, int]]:
     """Up to `count` (batch, head) pairs spread over a problem, the first and the last among them."""
     total = batch * heads
-    picks = sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(min(count, total))})
+    count = min(count, total)
+    picks = sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(count)})
     return [divmod(pick, heads) for pick in picks]
 
 

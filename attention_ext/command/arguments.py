@@ -30,9 +30,10 @@ def _dtype(text: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _shape(text: str) -> tuple[int, ...]:
+def _shape(text: str) -> tuple[str, tuple[int, ...]]:
+    """The sizes and how they were given, which is the call's name."""
     try:
-        return parse_shape(text)
+        return text, parse_shape(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -183,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
 def _chosen_cases(args: argparse.Namespace) -> list[Case]:
     """Those of the names and shapes, in the dtype and with the causal mask that were asked for."""
     usual = torch.float32 if args.device.type == "cpu" and not getattr(args, "card", None) else torch.bfloat16
-    of_shapes = [Case("", B, Hq, Hk, L, S, E, usual, False, Ev) for B, Hq, Hk, L, S, E, Ev in args.shapes]
+    of_shapes = [Case(name, B, Hq, Hk, L, S, E, usual, False, Ev) for name, (B, Hq, Hk, L, S, E, Ev) in args.shapes]
     return [case.with_options(args.dtype, args.causal) for case in (*args.names, *of_shapes)]
 
 

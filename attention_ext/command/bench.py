@@ -115,9 +115,8 @@ def measured(cases: list[Case], device: torch.device, backward: bool, repeat: in
         for case in cases:
             if not on_card and case.flop(backward) > _LONG:
                 remark(f"{case.name}: {case.flop(backward) / 1e12:.1f} TFLOP a call, for which a CPU takes a while")
-            label = case.name or "shape"
-            entry = _measure(case, device, backward, repeat, lambda name, label=label: progress.step(f"{label}: {name}"))  # type: ignore[misc]
-            record["cases"].append(entry)
+            step = partial(progress.step, case.name)
+            record["cases"].append(_measure(case, device, backward, repeat, step))
     return record
 
 
@@ -150,7 +149,7 @@ def show(record: dict[str, Any]) -> None:
     for entry in record["cases"]:
         case = Case.of_record(entry)
         say()
-        say(f"{case.name + ': ' if case.name else ''}{case}{', forward and backward together' * entry['backward']}")
+        say(f"{case.name}: {case}{', forward and backward together' * entry['backward']}")
         _table(entry, on_card).print()
     say()
     say("ms: the median call. ratio: the time of PyTorch's operator over a row's own; above 1 the row is faster.")

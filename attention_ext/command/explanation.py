@@ -46,7 +46,7 @@ def _entry(case: Case, found: Explanation, card: cards.Card | None, backward: bo
 
 
 def _show_one(case: Case, entry: dict[str, Any], found: Explanation) -> None:
-    say(f"{case.name + ': ' if case.name else ''}{case}")
+    say(f"{case.name}: {case}")
     pairs = {"kernel": entry["kernel"]}
     if "backward" in entry:
         pairs["backward"] = entry["backward"]
@@ -82,12 +82,9 @@ def run(args: argparse.Namespace) -> int:
         say_json({"device": real.name if real else "cpu", "cases": [entry for _, entry, _ in shown]})
         return 0
     say(where)
-    if args.cases:
-        for case, entry, found in shown:
-            say()
-            _show_one(case, entry, found)
+    if len(shown) == 1:
+        _show_one(*shown[0])
     else:
-        say()
         _show_all(shown, args.backward)
     if real is None:
         say()

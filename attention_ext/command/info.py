@@ -34,8 +34,9 @@ def _extra(module: str, purpose: str) -> str:
 def gains(card: cards.Card | None) -> dict[str, list[str]]:
     """What the named cases stand for, by key of SPEED, on a card where this package's kernels run."""
     found: dict[str, list[str]] = {key: [] for key in SPEED}
-    for name in FOR_A_CARD if card is not None else []:
-        found[speed_of(cards.explained(CASES[name], card))].append(CASES[name].what)  # type: ignore[arg-type]
+    if card is not None:
+        for name in FOR_A_CARD:
+            found[speed_of(cards.explained(CASES[name], card))].append(CASES[name].what)
     return found
 
 

@@ -147,8 +147,9 @@ class Progress:
             self._task = self._bar.add_task("", total=self._total)
         return self
 
-    def step(self, label: str) -> None:
-        """Another step is done, of what the label says."""
+    def step(self, *about: object) -> None:
+        """Another step is done. about: of what; its texts make the label."""
+        label = ": ".join(text for text in about if isinstance(text, str))
         self._done += 1
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=label)

@@ -49,7 +49,7 @@ def save(record: dict[str, Any], file: str) -> None:
         axes.invert_yaxis()
         axes.margins(x=0.15)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.set_title(f"{entry['name'] or 'shape'}: {Case.of_record(entry)}", loc="left", fontsize="small")
+        axes.set_title(f"{entry['name']}: {Case.of_record(entry)}", loc="left", fontsize="small")
     places[-1].set_xlabel("milliseconds a call, median and quartiles; less is faster")
     figure.suptitle(f"attention_ext {record['attention_ext']}, torch {record['torch']}, {record['device']}", fontsize="medium")
     figure.savefig(file)

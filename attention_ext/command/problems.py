@@ -5,6 +5,7 @@
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +58,7 @@ def _attention(args: argparse.Namespace, repeat: int) -> None:
     times: dict[str, float] = {}
     with torch.no_grad(), Progress(len(calls) * (repeat + _WARM_UP)) as progress:
         for name, call in calls.items():
-            ms = times[name] = _measure.time_ms(call, device, repeat, lambda done, name=name: progress.step(name))  # type: ignore[misc]
+            ms = times[name] = _measure.time_ms(call, device, repeat, partial(progress.step, name))
             out = call()
             largest, frobenius = _measure.errors(torch.stack([out[b, h] for b, h in picked]), want)
             cells = f"{ms:.3f}", f"{flop / ms / 1e9:.3f}", f"{times['PyTorch'] / ms:.2f}", f"{largest:.2e}", f"{frobenius:.2e}"
@@ -99,7 +100,7 @@ def _linear(args: argparse.Namespace, repeat: int) -> None:
                 times: dict[str, float] = {}
                 for name, call in calls.items():
                     label = f"{name} {mode}"
-                    ms = _measure.time_ms(call, device, repeat, lambda done, label=label: progress.step(label))  # type: ignore[misc]
+                    ms = _measure.time_ms(call, device, repeat, partial(progress.step, label))
                     times[name] = ms
                     frobenius, worst = _measure.row_errors(call().cpu(), want)
                     rate, ratio = 2 * rows * features**2 / ms / 1e9, times["PyTorch"] / ms

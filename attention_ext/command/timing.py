@@ -7,6 +7,7 @@ import re
 import statistics
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def in_turns(
 
     for name in calls:
         if name in usable:
-            once = _tried(lambda: first(usable[name], rows[name]), name, device)  # noqa: B023
+            once = _tried(partial(first, usable[name], rows[name]), name, device)
             if isinstance(once, str):
                 reasons[name] = once
             else:
@@ -130,7 +131,7 @@ def in_turns(
         for name in calls:
             count = 0 if name in reasons else (counts[name] + turn) // TURNS  # which add up to all
             if count:
-                found = _tried(lambda: _measure.times_ms(usable[name], device, count, warm_up=1), name, device)  # noqa: B023
+                found = _tried(partial(_measure.times_ms, usable[name], device, count, warm_up=1), name, device)
                 if isinstance(found, str):
                     reasons[name] = found
                 else:

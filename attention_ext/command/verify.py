@@ -144,7 +144,7 @@ def verified(device: torch.device) -> dict[str, Any]:
     rows = []
     with Progress(len(calls)) as progress:
         for case, kind in calls:
-            q, k, v = case.inputs(device)
+            q, k, v = (t.requires_grad_() for t in case.inputs(device))
             kernel = explain(q, k, v, _mask(kind, case, device, 0), **case.options).kernel
             rows.append(_row(case, kind, device, "sdpa") | {"kernel": kernel})
             if kernel.startswith("torch"):
