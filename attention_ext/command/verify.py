@@ -89,7 +89,7 @@ def share(ours: tuple[float, float], theirs: tuple[float, float], largest: float
     unit = info.eps * max(2.0 ** math.floor(math.log2(largest)) if largest else 0.0, info.tiny)
     unit = 1e-13 * largest if dtype == torch.float64 else unit  # where float64 itself rounds as well
     limits = 2 * theirs[0] + unit, 2 * theirs[1] + (unit / largest if largest else math.inf)
-    if not all(map(math.isfinite, (*ours, *limits))):
+    if not all(map(math.isfinite, (*ours, *theirs))):
         return math.inf
     return max((error / limit if limit else math.inf) if error else 0.0 for error, limit in zip(ours, limits, strict=True))
 
