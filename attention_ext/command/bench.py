@@ -45,7 +45,7 @@ def _forwards(case: Case, device: torch.device) -> dict[str, Forward]:
     own: dict[str, Forward] = {OURS: sdpa, TORCH: F.scaled_dot_product_attention}
     found: dict[str, Forward] = {name: partial(operator, **case.options) for name, operator in own.items()}
     found |= {f"{TORCH} {name}": partial(_by, name, case.options) for name in THERE[device.type]}
-    return found | {THREE: lambda q, k, v: three_calls(case, q, k, v)()}
+    return found | {THREE: three_calls(case)}
 
 
 def _needs(name: str, case: Case, backward: bool) -> int:

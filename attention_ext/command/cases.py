@@ -133,18 +133,21 @@ def parse_shape(text: str) -> tuple[int, ...]:
     return sizes if len(sizes) == 7 else (*sizes, sizes[-1])
 
 
-def three_calls(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+def three_calls(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """What a person writes: q k^T, a softmax and a product with v, all scores in memory, in the operands' dtype.
 
-    The query heads of a key head are rows of one product, so that neither key nor value is repeated.
+    The query heads of a key head are rows of one product, so that neither key nor value is repeated. The mask of a causal call is
+    made by the first call and hides scores in place.
     """
     group = case.Hq // case.Hk
-    hidden = torch.ones(case.L, case.S, dtype=torch.bool, device=q.device).triu(1) if case.causal else None
+    hidden: list[Tensor] = []
 
-    def call() -> Tensor:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if case.causal and not hidden:
+            hidden.append(torch.ones(case.L, case.S, dtype=torch.bool, device=q.device).triu(1))
         x = (q.reshape(case.B, case.Hk, group * case.L, case.E) * case.E**-0.5) @ k.mT
-        if hidden is not None:
-            x = x.view(case.B, case.Hk, group, case.L, case.S).masked_fill(hidden, -math.inf).view(x.shape)
+        for mask in hidden:
+            x.view(case.B, case.Hk, group, case.L, case.S).masked_fill_(mask, -math.inf)
         return (torch.softmax(x, -1) @ v).view(case.B, case.Hq, case.L, case.Ev)
 
     return call

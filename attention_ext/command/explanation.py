@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .. import Explanation, explain
+from .._libraries import BUILD
 from . import cards
 from .cases import CASES, FOR_A_CARD, Case
 from .output import Table, facts, say, say_json
@@ -86,6 +87,9 @@ def run(args: argparse.Namespace) -> int:
         _show_one(*shown[0])
     else:
         _show_all(shown, args.backward)
+    if real is not None and real.is_hopper and not BUILD.has_hopper_kernels:
+        say()
+        say("This build is without the kernels for Hopper; attention-ext info says what it is for.")
     if real is None:
         say()
         say("On the CPU nothing gets faster: sdpa is PyTorch's own operator. --card h100 says what would run on that card.")

@@ -14,7 +14,7 @@ import torch
 
 from attention_ext import __main__ as entry
 from attention_ext.__main__ import main
-from attention_ext._libraries import Build
+from attention_ext._libraries import BUILD, Build
 from attention_ext.command import arguments, cards, info, problems
 from attention_ext.command.arguments import SUBCOMMANDS
 
@@ -50,6 +50,7 @@ def test_info_without_a_card(capsys: pytest.CaptureFixture[str]) -> None:
     assert about["device"] is None and not any(about["gains"].values()) and about["torch"] == torch.__version__
 
 
+@pytest.mark.skipif(not BUILD.has_hopper_kernels, reason="a build without the kernels for Hopper")
 @pytest.mark.parametrize(
     ("capability", "built_for", "said", "table"),
     [

@@ -12,11 +12,13 @@ from choice import planned
 
 import attention_ext
 from attention_ext.__main__ import main
+from attention_ext._libraries import BUILD, Build
 from attention_ext._torch_private import cudnn_comes_first, sdp_settings
-from attention_ext.command import cards
+from attention_ext.command import cards, explanation
 from attention_ext.command.arguments import parse
 from attention_ext.command.cases import CASES, Case, parse_shape, three_calls
 
+hopper = pytest.mark.skipif(not BUILD.has_hopper_kernels, reason="a build without the kernels for Hopper")
 SIZES = ("B", "Hq", "Hk", "L", "S", "E", "Ev", "dtype", "causal")
 H100 = cards.CARDS["h100"]
 
@@ -65,7 +67,13 @@ def test_three_calls(shape: str, causal: bool) -> None:
     case = Case("", *parse_shape(shape)[:6], torch.float64, causal, parse_shape(shape)[6])
     q, k, v = case.inputs(torch.device("cpu"))
     want = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=case.Hq != case.Hk)
-    torch.testing.assert_close(three_calls(case, q, k, v)(), want, rtol=1e-12, atol=1e-12)
+    call = three_calls(case)
+    for _ in range(2):
+        torch.testing.assert_close(call(q, k, v), want, rtol=1e-12, atol=1e-12)
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    grad = torch.randn_like(want)
+    wants = torch.autograd.grad(F.scaled_dot_product_attention(*leaves, is_causal=causal, enable_gqa=True), leaves, grad)
+    torch.testing.assert_close(torch.autograd.grad(call(*leaves), leaves, grad), wants, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("card", cards.CARDS.values(), ids=list(cards.CARDS))
@@ -98,6 +106,7 @@ def test_a_card_that_is_there(name: str, backward: bool) -> None:
     assert cards.explained(case, cards.at(torch.device("cuda")), backward) == attention_ext.explain(q, k, v, **case.options)
 
 
+@hopper
 def test_explain_one_call(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "g512cgqa", "--card", "h100", "--backward"]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -129,8 +138,19 @@ def test_explain_all(capsys: pytest.CaptureFixture[str]) -> None:
         assert f" {found.kernel} " in row and row.endswith(" yes") == found.preferred
 
 
+def test_explain_says_what_the_build_is_without(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for built_for, without in (("8.0", True), ("8.0;9.0a", False)):
+        monkeypatch.setattr(explanation, "BUILD", Build("0.1.0", "unknown", 13, built_for))
+        for card in ("h100", "a100"):
+            assert main(["explain", "kb97", "--card", card]) == 0
+            said = "This build is without the kernels for Hopper" in capsys.readouterr().out
+            assert said == (without and card == "h100")
+
+
 def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", "kb97", "dec128", "--json", "--card", "h200"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == "NVIDIA H200" and [entry["name"] for entry in found["cases"]] == ["kb97", "dec128"]
-    assert [entry["preferred"] for entry in found["cases"]] == [True, False] and found["cases"][1]["kernel"] == "torch: cudnn"
+    assert [entry["preferred"] for entry in found["cases"]] == [BUILD.has_hopper_kernels, False] and found["cases"][1][
+        "kernel"
+    ] == "torch: cudnn"
