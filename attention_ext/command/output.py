@@ -89,8 +89,24 @@ class Table:
     def _at_left(self, index: int) -> bool:
         return index < self.texts or not self.columns[index]
 
+    def _wraps(self, index: int) -> bool:
+        """Whether a column's text may go on in another line."""
+        return index > 0 and self._at_left(index)
+
+    def _lines(self) -> list[Sequence[str]]:
+        return [*[self.columns] * any(self.columns), *(cells for cells, _ in self.rows)]
+
+    def _fits(self) -> bool:
+        """Whether the screen is as wide as what is not broken: columns that do not wrap, and the words of those that do."""
+        least = 0
+        for index in range(len(self.columns)):
+            cells = [line[index] for line in self._lines()]
+            words = [word for cell in cells for word in cell.split()] if self._wraps(index) else cells
+            least += 2 + max(map(len, words), default=0)
+        return least <= _width()
+
     def print(self) -> None:
-        if _is_rich(sys.stdout):
+        if _is_rich(sys.stdout) and self._fits():
             self._print_by_rich()
         else:
             self._print_plain()
@@ -105,14 +121,14 @@ class Table:
             box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), header_style="", show_header=any(self.columns)
         )
         for index, name in enumerate(self.columns):
-            left = self._at_left(index)
-            table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=index == 0 or not left)
+            side = "left" if self._at_left(index) else "right"
+            table.add_column(name, justify=side, overflow="fold", no_wrap=not self._wraps(index))
         for cells, style in self.rows:
             table.add_row(*(Text(cell) for cell in cells), style=_STYLES[style])
         Console().print(table)
 
     def _print_plain(self) -> None:
-        lines = [*[self.columns] * any(self.columns), *(cells for cells, _ in self.rows)]
+        lines = self._lines()
         widths = [max(len(line[index]) for line in lines) for index in range(len(self.columns))]
         before = sum(widths[:-1]) + 2 * (len(widths) - 1)
         for line in lines:

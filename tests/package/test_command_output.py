@@ -67,6 +67,13 @@ def test_a_table(to_terminal: Callable[..., str]) -> None:
     assert "ours 1.5 2.00 a kernel" in words and "theirs [x] - - a reason" in words and words.endswith("until it ends")
 
 
+def test_a_table_wider_than_the_screen(to_terminal: Callable[..., str]) -> None:
+    """No digit of it is lost."""
+    made = Table("call", "error", "share")
+    made.add("x" * 60, "1.23456789e-07 (2.3456789e-08)", "50 %")
+    assert f"{'x' * 60}  1.23456789e-07 (2.3456789e-08)   50 %" in to_terminal(made.print)
+
+
 def test_rows_of_a_table_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     """One line each, however long."""
     table().print()
