@@ -8,18 +8,20 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["errors", "float64_attention", "row_errors", "sample_heads", "time_ms"]
+__all__ = ["errors", "float64_attention", "row_errors", "sample_heads", "time_ms", "times_ms"]
 
 
-def time_ms(call: Callable[[], object], device: torch.device, repeat: int, progress: Callable[[int], None] | None = None) -> float:
-    """The median of `repeat` calls in milliseconds, after two warm-up calls.
+def times_ms(
+    call: Callable[[], object], device: torch.device, repeat: int, progress: Callable[[int], None] | None = None, warm_up: int = 2
+) -> list[float]:
+    """The times of `repeat` calls in milliseconds, after `warm_up` others.
 
     On CUDA between events on the current stream. The calls are queued without waiting in between, as a model's are, so
     that what the host does for a call overlaps with the device's work on the one before.
     """
     times: list[float] = []
     events = []
-    for i in range(-2, repeat):
+    for i in range(warm_up + repeat):
         if device.type == "cuda":
             start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -31,17 +33,23 @@ def time_ms(call: Callable[[], object], device: torch.device, repeat: int, progr
             call()
             times.append(1e3 * (time.perf_counter() - begin))
         if progress is not None:
-            progress(i + 3)
+            progress(i + 1)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         times = [start.elapsed_time(stop) for start, stop in events]
-    return float(statistics.median(times[2:]))
+    return times[warm_up:]
+
+
+def time_ms(call: Callable[[], object], device: torch.device, repeat: int, progress: Callable[[int], None] | None = None) -> float:
+    """The median of times_ms."""
+    return float(statistics.median(times_ms(call, device, repeat, progress)))
 
 
 def sample_heads(batch: int, heads: int, count: int = 4) -> list[tuple[int, int]]:
     """Up to `count` (batch, head) pairs spread over a problem, the first and the last among them."""
     total = batch * heads
-    picks = sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(min(count, total))})
+    count = min(count, total)
+    picks = sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(count)})
     return [divmod(pick, heads) for pick in picks]
 
 

@@ -65,6 +65,12 @@ def _same(left: torch.Size, right: torch.Size) -> bool:
     return len(left) == len(right) and all(surely(x == y) for x, y in zip(left, right, strict=True))
 
 
+def _are_grouped(leading: torch.Size, own: torch.Size) -> bool:
+    """Whether heads that do not broadcast are those of a grouped call, with enable_gqa: fewer than the whole, and a divisor."""
+    whole, heads = (dims[-1] if len(dims) else 1 for dims in (leading, own))
+    return surely(heads > 1) and surely(heads < whole) and surely(whole % heads == 0)
+
+
 def attention_shape(call: AttentionCall) -> tuple[int, ...]:
     """(..., Hq, L, S): the sizes of the scores, with the leading dims of the three operands broadcast."""
     tail = 3 if call.enable_gqa else 2
@@ -75,7 +81,8 @@ def attention_shape(call: AttentionCall) -> tuple[int, ...]:
             try:
                 leading = torch.broadcast_shapes(leading, other)
             except (RuntimeError, ValueError):
-                refuse(name, f"leading dimensions that broadcast with the query's {shape_of(call.query)}", shape_of(tensor))
+                hint = ", or enable_gqa=True" if tail == 2 and _are_grouped(leading, other) else ""
+                refuse(name, f"leading dimensions that broadcast with the query's {shape_of(call.query)}{hint}", shape_of(tensor))
     return (*leading, *shape[-tail:-1], call.key.shape[-2])
 
 

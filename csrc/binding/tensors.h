@@ -175,7 +175,11 @@ class Views {
                shape_of(tensor));
         }
       } else if (size != whole && size != 1) {
-        fail(argument, "leading dimensions that broadcast with the " + whose() + " " + first_shape_, shape_of(tensor));
+        const bool grouped = !enable_gqa_ && i == 1 && size > 0 && size < whole && whole % size == 0;
+        fail(argument,
+             "leading dimensions that broadcast with the " + whose() + " " + first_shape_ +
+                 (grouped ? ", or enable_gqa=True" : ""),
+             shape_of(tensor));
       }
     }
   }

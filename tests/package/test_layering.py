@@ -104,17 +104,44 @@ def test_width(path: Path) -> None:
 
 def test_package_needs_nothing_but_torch() -> None:
     stdlib = {"argparse", "collections", "contextlib", "dataclasses", "functools", "importlib", "logging", "math", "pkgutil", "re"}
-    stdlib |= {"os", "platform", "statistics", "sys", "threading", "time", "types", "typing", "warnings"}
+    stdlib |= {
+        "difflib",
+        "json",
+        "os",
+        "pathlib",
+        "platform",
+        "shutil",
+        "statistics",
+        "sys",
+        "textwrap",
+        "threading",
+        "time",
+        "types",
+        "typing",
+        "warnings",
+    }
     for path in (ROOT / "attention_ext").rglob("*.py"):
         imported = re.findall(r"^(?:from|import) +([a-zA-Z_]+)", path.read_text(), re.MULTILINE)
         library = {path.stem} if path.parent.name == "integrations" else set()
         assert set(imported) <= stdlib | {"torch", "attention_ext"} | library, path
 
 
-def test_nothing_in_the_package_sees_the_integrations() -> None:
+@pytest.mark.parametrize("folder", ["integrations", "command"])
+def test_nothing_in_the_package_sees_the_integrations_or_the_command(folder: str) -> None:
     for path in (ROOT / "attention_ext").rglob("*.py"):
-        if path.parent.name != "integrations":
-            assert not re.search(r"^ *(from|import) .*\bintegrations\b", path.read_text(), re.MULTILINE), path
+        if path.parent.name != folder and (folder, path.name) != ("command", "__main__.py"):
+            assert not re.search(rf"^ *(from|import) .*\b{folder}\b", path.read_text(), re.MULTILINE), path
+
+
+@pytest.mark.parametrize(("library", "module"), [("rich", "output.py"), ("matplotlib", "plot.py")])
+def test_libraries_of_the_command_are_imported_when_needed(library: str, module: str) -> None:
+    """In functions of one module each."""
+    found = {
+        (path.name, line[:1])
+        for path in (ROOT / "attention_ext").rglob("*.py")
+        for line in re.findall(rf"^ *(?:from|import) +{library}\b", path.read_text(), re.MULTILINE)
+    }
+    assert found == {(module, " ")}
 
 
 PRIVATE = r"torch\._(?!_|check)|aten\._|forward_ad\._|\._schema\b|_hooks\b|_op_dispatcher"

@@ -10,6 +10,13 @@ from pathlib import Path
 import pytest
 
 SMALL = ["--batch", "1", "--heads", "2", "--length", "32", "--head-dim", "64", "--rows", "8", "--features", "16", "--repeat", "1"]
+COMMANDS = {
+    "info": ["info"],
+    "run": SMALL,
+    "bench": ["bench", "--shape", "1,2,2,8,8,8", "--repeat", "1", "--backward"],
+    "explain": ["explain"],
+    "verify": ["verify"],
+}
 # Python runs this file before anything else.
 SITE = """
 import sys
@@ -31,8 +38,8 @@ def call(folder: Path, *args: str, error: str = "No module named 'numpy'") -> su
 @pytest.mark.parametrize("options", [[], ["-W", "error"]], ids=["", "error"])
 @pytest.mark.parametrize(
     "command",
-    [["-c", "import attention_ext"], ["-m", "attention_ext", "info"], ["-m", "attention_ext", *SMALL]],
-    ids=["import", "info", "run"],
+    [["-c", "import attention_ext"], *(["-m", "attention_ext", *arguments] for arguments in COMMANDS.values())],
+    ids=["import", *COMMANDS],
 )
 def test_nothing_is_said(command: list[str], options: list[str], tmp_path: Path) -> None:
     done = call(tmp_path, *options, *command)

@@ -93,6 +93,7 @@ REFUSED = {
     **{f"dropout {p}": ("dropout_p", Q, K, V, None, {"dropout_p": p}) for p in (-0.1, 1.1, NAN, float("inf"), -1e-9)},
 }
 
+LEADING = f"leading dimensions that broadcast with the query's shape {Q[0]}"
 # case -> what stands after "attention_ext: ARGUMENT: expected ", whether the checks in Python say it or the CUDA kernels
 WORDS: dict[str, str] = {
     "rank 1 query": "rank 2 or more, got shape (8,) of rank 1",
@@ -110,19 +111,19 @@ WORDS: dict[str, str] = {
     "head dim of key 1": "the query's head dim E = 8 as its last size, got shape (2, 4, 7, 1)",
     "length of value": "the key's length S = 7 as its second to last size, got shape (2, 4, 6, 6)",
     "length of value 1": "the key's length S = 7 as its second to last size, got shape (2, 4, 1, 6)",
-    "batch of key": "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (3, 4, 7, 8)",
-    "batch of value": "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (3, 4, 7, 6)",
-    "batch 0 of key": "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (0, 4, 7, 8)",
-    "heads of key": "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (2, 2, 7, 8)",
-    "heads of value": "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (2, 2, 7, 6)",
-    "no key heads": "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (2, 0, 7, 8)",
+    "batch of key": f"{LEADING}, got shape (3, 4, 7, 8)",
+    "batch of value": f"{LEADING}, got shape (3, 4, 7, 6)",
+    "batch 0 of key": f"{LEADING}, got shape (0, 4, 7, 8)",
+    "heads of key": f"{LEADING}, or enable_gqa=True, got shape (2, 2, 7, 8)",
+    "heads of value": f"{LEADING}, or enable_gqa=True, got shape (2, 2, 7, 6)",
+    "no key heads": f"{LEADING}, got shape (2, 0, 7, 8)",
     "heads of key rank 3": "leading dimensions that broadcast with the query's shape (4, 5, 8), got shape (3, 7, 8)",
     "grouped heads of key": "a head count that divides the query's 4, got shape (2, 3, 7, 8)",
     "more key heads": "a head count that divides the query's 4, got shape (2, 8, 7, 8)",
     "grouped heads of value": "a head count that divides the query's 4, got shape (2, 3, 7, 6)",
     "no grouped key heads": "at least one head with enable_gqa, got shape (2, 0, 7, 8)",
     "no grouped value heads": "at least one head with enable_gqa, got shape (2, 0, 7, 6)",
-    "batch of grouped key": "leading dimensions that broadcast with the query's shape (2, 4, 5, 8), got shape (3, 2, 7, 8)",
+    "batch of grouped key": f"{LEADING}, got shape (3, 2, 7, 8)",
     "grouped rank 2": "rank 3 or more with enable_gqa, got shape (5, 8) of rank 2",
     "grouped rank 2 key": "rank 3 or more with enable_gqa, got shape (7, 8) of rank 2",
     "rank 0 mask": "a shape of rank 2 or more that broadcasts to (2, 4, 5, 7), got shape ()",
