@@ -28,7 +28,8 @@ std::string rows_refuses(const Problem& p) {
     return "it loses precision beyond " + std::to_string(kMostWgmmaKeys) + " queries of a key head";
   }
   constexpr int64_t kMostTiles = int64_t{1} << 31;
-  const int64_t key_tiles = times(p.N / p.key_group, ceil_div(p.S, kRowsBackwardTile));
+  const int64_t key_tiles =
+      times(p.N / p.key_group, ceil_div(p.S, rows_backward_shape(rows_backward_class(p.E, p.Ev)).col_keys));
   if (times(p.N, ceil_div(p.L, kRowsBackwardTile)) >= kMostTiles || key_tiles >= kMostTiles) {
     return "it counts tiles in 32 bits, and here are more";
   }
@@ -53,18 +54,18 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;
   if (p.empty()) return kFirst;
   const RowsBackwardShape shape = rows_backward_shape(rows_backward_class(p.E, p.Ev));
-  // Tiles of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.
-  const auto kernel = [&](int64_t heads, int64_t rows, int64_t blocks, int64_t visible, int64_t block_ns) {
-    const int64_t tiles = times(heads, ceil_div(rows, kRowsBackwardTile)), longest = kTile + times(blocks, block_ns);
+  // Tiles of `tile` of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.
+  const auto kernel = [&](int64_t heads, int64_t rows, int64_t tile, int64_t blocks, int64_t visible, int64_t block_ns) {
+    const int64_t tiles = times(heads, ceil_div(rows, tile)), longest = kTile + times(blocks, block_ns);
     const int64_t all = times(tiles, kTile) + times(heads, visible, block_ns);
     return p.causal ? std::max(longest, all / card.sms) : times(ceil_div(tiles, card.sms), longest);
   };
   const int64_t S = p.visible_keys(), key_blocks = ceil_div(S, shape.row_keys), query_blocks = ceil_div(p.L, shape.col_queries);
-  const int64_t row =
-      kernel(p.N, p.L, key_blocks, visible_blocks(p.L, S, kRowsBackwardTile, shape.row_keys, p.causal), shape.row_block_ns);
+  const int64_t row = kernel(p.N, p.L, kRowsBackwardTile, key_blocks,
+                             visible_blocks(p.L, S, kRowsBackwardTile, shape.row_keys, p.causal), shape.row_block_ns);
   const int64_t column =
-      kernel(p.N / p.key_group, p.S, times(p.key_group, query_blocks),
-             times(p.key_group, visible_blocks(p.L, S, shape.col_queries, kRowsBackwardTile, p.causal)), shape.col_block_ns);
+      kernel(p.N / p.key_group, p.S, shape.col_keys, times(p.key_group, query_blocks),
+             times(p.key_group, visible_blocks(p.L, S, shape.col_queries, shape.col_keys, p.causal)), shape.col_block_ns);
   return std::min(kFirst + times(p.N, p.L, 4 * p.Ev) / kBytesPerNs + row + column, kMostCost);
 }
 

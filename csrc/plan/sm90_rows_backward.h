@@ -8,32 +8,44 @@
 namespace attention_ext {
 
 // What a class of head dims bounds. Columns of E and Ev that a problem lacks are zeros, and are multiplied. Both kernels have two
-// consumer warpgroups; each has 64 of a tile's queries (row kernel) or keys (column kernel).
+// consumer warpgroups, each with 64 of a tile's queries (row kernel) or keys (column kernel). Where registers do not hold dK and dV
+// of 64 keys, a tile of the column kernel has 64 keys, and one warpgroup makes their dV, the other one their dK.
 struct RowsBackwardShape {
   int steps;                       // of 64 of E and of Ev
   int row_keys;                    // of a block of the row kernel: what registers hold next to dQ
   int row_places;                  // of its tiles of queries: with two, the next one comes while this one is worked on
-  int row_stages;                  // of keys and of values: a block's keys stay until the next block's scores are there
-  int col_queries;                 // of a block of the column kernel: what registers hold next to dK and dV
+  int row_slots;                   // of its ring, each for a block's keys or values
+  bool row_ahead;                  // whether S, dP and dQ of two blocks are multiplied at once; registers: S, dP and dS apart
+  int col_keys;                    // of a tile of the column kernel
+  int col_queries;                 // of a block of it: what registers hold next to dK and dV
   int col_places;                  // of its tiles of keys
-  int col_stages;                  // of queries with their gradients, which stay as long
-  bool turns;                      // whether warpgroups take turns at issuing products
-  int row_block_ns, col_block_ns;  // that a block of each takes; predicted
+  int col_stages;                  // of queries with their gradients, which stay until the next block's scores are there
+  bool turns;                      // whether warpgroups that do the same take turns at issuing products
+  int row_block_ns, col_block_ns;  // that a block of each takes
+
+  constexpr bool roles() const { return col_keys == 64; }
 };
 
-constexpr int kRowsBackwardTile = 128;  // queries or keys of a tile
+constexpr int kRowsBackwardTile = 128;  // queries of a tile of the row kernel
 
-// Shared memory: a tile of queries or keys with the other operand of its rows 32 KB a place and step, a stage 256 bytes a key or
-// query and step, strips 16 KB, within 227 KB. Registers of a consumer thread: row kernel dQ 32 or 64, S and dP 128 or 96, dS 32 or
-// 24; column kernel dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or 32.
+// Shared memory, of 227 KB: row kernel 32 KB a place and step, 128 bytes a key, step and slot; column kernel 256 bytes a key, step
+// and place and 256 a query, step and stage; strips 16 KB, or by roles 256 bytes a query for P. From 192 on a gradient leaves
+// through the place of an operand. Registers of a consumer thread: row kernel dQ 32 a step, S and dP 1 a key, dS a quarter; column
+// kernel dK and dV 64 a step, S and dP 1 a query, P and dS half of that; by roles half of each.
+// Times fitted at 64 and 128 (H200, lengths 2048 and 8192), above predicted.
 constexpr RowsBackwardShape rows_backward_shape(int head_dim_class) {
   switch (head_dim_class) {
-    case 64: return {1, 128, 2, 3, 96, 2, 4, true, 1300, 1350};  // 64 + 3 x 32 KB; 64 + 4 x 24 KB
-    default: return {2, 96, 1, 3, 64, 1, 4, true, 1650, 1450};   // 64 + 3 x 48 KB; 64 + 4 x 32 KB
+    case 64: return {1, 128, 2, 6, true, 128, 96, 2, 4, true, 1250, 2150};  // 64 + 6 x 16 KB; 64 + 4 x 24 KB
+    case 128: return {2, 96, 1, 6, true, 128, 64, 1, 4, true, 1500, 1690};  // 64 + 6 x 24 KB; 64 + 4 x 32 KB
+    case 192: return {3, 64, 1, 5, false, 64, 96, 1, 2, true, 1750, 1900};  // 96 + 5 x 24 KB; 48 + 2 x 72 + 24 KB
+    default: return {4, 64, 1, 3, false, 64, 64, 1, 2, true, 2250, 1800};   // 128 + 3 x 32 KB; 64 + 2 x 64 + 16 KB
   }
 }
 
-constexpr int64_t kMostRowsBackward = 128;  // of E and of Ev
-constexpr int rows_backward_class(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 64 ? 64 : 128; }
+constexpr int64_t kMostRowsBackward = 256;  // of E and of Ev
+constexpr int rows_backward_class(int64_t E, int64_t Ev) {
+  const int64_t widest = std::max(E, Ev);
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : widest <= 192 ? 192 : 256;
+}
 
 }  // namespace attention_ext

@@ -13,8 +13,8 @@ from torch import Tensor
 
 OPS = torch.ops.attention_ext
 NAMES = ("pipeline", "sm90_256", "sm90_pipeline")
-WIDEST = ((64, 64), (128, 128))  # (E, Ev) of each class
-DIMS = (*WIDEST, (8, 64), (72, 72), (96, 128), (128, 16))
+WIDEST = ((64, 64), (128, 128), (192, 192), (256, 256))  # (E, Ev) of each class
+DIMS = (*WIDEST, (8, 64), (72, 72), (96, 128), (128, 16), (192, 128), (136, 256), (256, 8))
 EDGES = (1, 63, 64, 65, 95, 96, 97, 127, 128, 129, 191, 192, 193)
 LENGTHS = [(L, EDGES[(i + apart) % len(EDGES)]) for i, L in enumerate(EDGES) for apart in (0, 4, 9)] + [(300, 500), (1000, 700)]
 
@@ -25,8 +25,8 @@ def plan(**more: int) -> Plan:
 
 
 REFUSALS = [
-    ({"E": 136}, "it takes head dims up to 128"),
-    ({"Ev": 136}, "it takes head dims up to 128"),
+    ({"E": 264}, "it takes head dims up to 256"),
+    ({"Ev": 264}, "it takes head dims up to 256"),
     ({"mask": 1}, "it takes no mask"),
     ({"dropout": 1}, "it takes no dropout"),
     ({"type": 2}, "it takes float16 and bfloat16, not float32"),
@@ -53,7 +53,7 @@ def test_refusals(facts: dict[str, int], clause: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("E", [64, 128])
+@pytest.mark.parametrize("E", [64, 128, 192, 256])
 @pytest.mark.parametrize(("L", "S"), [(512, 512), (2048, 2048), (8192, 8192), (4096, 77)])
 def test_chosen(hopper_kernels: None, L: int, S: int, E: int, causal: int) -> None:
     """Where its tiles fill the card, as it leaves no scores in memory; grouped heads take no longer."""

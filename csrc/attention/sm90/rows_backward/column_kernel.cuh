@@ -5,54 +5,19 @@
 // leave registers: a result of wgmma lies there as a left operand of it does. Of block j, after block j + 1:
 //   dV += P_{j+1} dO_{j+1}, dK += dS_{j+1} Q_{j+1} and S_j = K Q_j^T | dP_j = V dO_j^T begins; P_j | dP_j is there: dS_j
 // Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
+// Above head dim 128 a tile is 64 keys, and the consumers have roles (column_roles.cuh).
 // A third warpgroup's first warp loads: keys with values, a tile at a time, and in a ring queries with their gradients, and next to
 // them what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
 // Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
 // 32, which lie where dP does while that is not there).
 #pragma once
 
-#include "attention/sm90/rows_backward/parts.cuh"
+#include "attention/sm90/rows_backward/column_roles.cuh"
+#include "attention/sm90/rows_backward/column_tile.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "device/sm90/tma.cuh"
 
 namespace attention_ext {
-
-template <class T_, int kClass>
-struct ColumnGradTile {
-  using T = T_;
-  static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass);
-  static constexpr int kN = kRowsBackwardTile;  // keys
-  static constexpr int kM = kShape.col_queries;
-  static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
-  static constexpr int kSteps = kShape.steps;
-  static constexpr int kPlaces = kShape.col_places, kStages = kShape.col_stages;
-
-  // What a tile is. It stays in shared memory, as registers are scarce.
-  struct Work {
-    uint32_t n;                    // flat batch index of the group's first query head
-    int key, keys;                 // the first one; those of the matrix that any query sees
-    int begin, end;                // blocks of queries that see some of the tile's
-    int64_t key_grad, value_grad;  // where the tile's first key lies
-  };
-  static constexpr int kWorks = kPlaces + 1;  // the consumers may still be in the tile before
-
-  // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
-  struct Shared {
-    alignas(1024) T key[kPlaces][kSteps][kN * kStep];
-    alignas(1024) T value[kPlaces][kSteps][kN * kStep];
-    alignas(1024) T query[kStages][kSteps][kM * kStep];
-    alignas(1024) T grad_out[kStages][kSteps][kM * kStep];
-    alignas(1024) T strip[kRowsBackwardConsumers * 4][16 * kStep];  // of each warp, for gradients on their way out
-    alignas(16) float lse[kStages][kM], offset[kStages][kM], delta[kStages][kM];  // Exponents::Row of a stage's queries
-    int block[kStages];                                                           // that a stage holds the queries of
-    bool careful[kStages][kRowsBackwardConsumers];  // whether some of its scores need careful_weight, or are hidden
-    Work work[kWorks];
-    uint64_t key_full[kPlaces];              // TMA arrives with the bytes of keys and values; the consumers wait
-    uint64_t key_empty[kPlaces];             // the consumers' warps arrive; the producer waits
-    uint64_t full[kStages], empty[kStages];  // the same of queries and their gradients
-  };
-  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
-};
 
 // Loads. One warp.
 template <class Tile>
@@ -136,15 +101,24 @@ class ColumnProducer {
     }
     if (lane < kRowsBackwardConsumers) {
       // A query before a key does not see it; a consumer's last key is its 64th.
-      shared_.careful[slot][lane] = careful || (p_.sequence.causal && query < key + lane * 64 + 63);
+      const int last_key = key + (Tile::kRoles ? 0 : lane * 64) + 63;
+      shared_.careful[slot][lane] = careful || (p_.sequence.causal && query < last_key);
       if (lane == 0) shared_.block[slot] = block;
     }
     __syncwarp();  // all lanes' values are there before one of them arrives
     if (elect_thread()) {
       const uint32_t s_full = shared_address(&shared_.full[slot]);
-      mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.query[0]) + sizeof(shared_.grad_out[0]));
-      load(shared_.query[slot], maps_.query, p_.query, n, query, s_full);
-      load(shared_.grad_out[slot], maps_.grad_out, p_.grad_out, n, query, s_full);
+      if constexpr (Tile::kRoles) {  // the one consumer begins with the first of them, the other one with the second
+        const uint32_t s_grad_full = shared_address(&shared_.grad_full[slot]);
+        mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.query[0]));
+        load(shared_.query[slot], maps_.query, p_.query, n, query, s_full);
+        mbarrier_arrive_expect_bytes(s_grad_full, sizeof(shared_.grad_out[0]));
+        load(shared_.grad_out[slot], maps_.grad_out, p_.grad_out, n, query, s_grad_full);
+      } else {
+        mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.query[0]) + sizeof(shared_.grad_out[0]));
+        load(shared_.query[slot], maps_.query, p_.query, n, query, s_full);
+        load(shared_.grad_out[slot], maps_.grad_out, p_.grad_out, n, query, s_full);
+      }
     }
     stage_.advance();
   }
@@ -163,7 +137,7 @@ class ColumnConsumer {
   using T = typename Tile::T;
 
   __device__ __forceinline__ ColumnConsumer(const RowsBackwardParams& p, typename Tile::Shared& shared, int consumer)
-      : p_(p), shared_(shared), exponents_{p}, turns_{consumer}, consumer_(consumer) {}
+      : p_(p), shared_(shared), turns_{consumer}, consumer_(consumer) {}
 
   __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
     turns_.begin();
@@ -244,66 +218,17 @@ class ColumnConsumer {
     multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(weight_grads_, shared_address(shared_.value[place_][0]) + s_rows,
                                                        shared_address(shared_.grad_out[slot][0]));
     if (careful) {
-      make_weights<true>(slot);
+      column_weights<Tile, true>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
     } else {
-      make_weights<false>(slot);
+      column_weights<Tile, false>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
     }
     wgmma_wait<0>();
     pin_registers(weight_grads_);
-    make_score_grads(slot);
-    if (careful) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        if (scores_[i] == 0.0f) weight_grads_[i] = 0.0f;  // whatever a key that is not seen holds
-      }
-    }
+    column_score_grads<Tile>(weight_grads_, scores_, shared_, slot, careful);
     pack<T>(weights_, scores_);
     pack<T>(score_grads_, weight_grads_);
     before_ = slot;
     stage_.advance();
-  }
-
-  // scores_: products -> P times weight_scale.
-  template <bool kCareful>
-  __device__ __forceinline__ void make_weights(int slot) {
-    const int col = threadIdx.x % 4 * 2;
-    int from_key = 8;  // of this thread's first query: from its first key; the other key is 8 further
-    if (kCareful && p_.sequence.causal) {
-      from_key =
-          shared_.block[slot] * Tile::kM + col - work_->key - consumer_ * 64 - threadIdx.x / 32 % 4 * 16 - threadIdx.x % 32 / 4;
-    }
-#pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {  // two adjacent queries, 8 apart
-      const float2 offset = *reinterpret_cast<const float2*>(&shared_.offset[slot][col + 8 * i]);
-      if constexpr (!kCareful) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          scores_[4 * i + e] = exponents_.weight(scores_[4 * i + e], e % 2 == 0 ? offset.x : offset.y);
-        }
-      } else {
-        const float2 lse = *reinterpret_cast<const float2*>(&shared_.lse[slot][col + 8 * i]);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float weight =
-              exponents_.careful_weight(scores_[4 * i + e], e % 2 == 0 ? lse.x : lse.y, e % 2 == 0 ? offset.x : offset.y);
-          scores_[4 * i + e] = 8 * i + e % 2 + from_key < e / 2 * 8 ? 0.0f : weight;
-        }
-      }
-    }
-  }
-
-  // weight_grads_: dP -> dS.
-  __device__ __forceinline__ void make_score_grads(int slot) {
-    const int col = threadIdx.x % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kScores / 4; ++i) {
-      const float2 delta = *reinterpret_cast<const float2*>(&shared_.delta[slot][col + 8 * i]);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& grad = weight_grads_[4 * i + e];
-        grad = scores_[4 * i + e] * fmaf(grad, Exponents<T>::kUnscale, e % 2 == 0 ? delta.x : delta.y);
-      }
-    }
   }
 
   __device__ __forceinline__ void finish(const typename Tile::Work& work) const {
@@ -318,7 +243,6 @@ class ColumnConsumer {
 
   const RowsBackwardParams& p_;
   typename Tile::Shared& shared_;
-  const Exponents<T> exponents_;
   const Turns<Tile::kShape.turns> turns_;
   const int consumer_;
   RingPlace<Tile::kStages> stage_;
@@ -342,19 +266,32 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   if (threadIdx.x < Tile::kStages) {
     mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
     mbarrier_init(shared_address(&shared.empty[threadIdx.x]), kArrivals);
+    if constexpr (Tile::kRoles) mbarrier_init(shared_address(&shared.grad_full[threadIdx.x]), 1);
     if (threadIdx.x < Tile::kPlaces) {
       mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
       mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), kArrivals);
     }
     mbarrier_fence_init();
   }
+  if constexpr (Tile::kRoles) {
+    if (threadIdx.x < 4) {
+      mbarrier_init(shared_address(&shared.weights_full[threadIdx.x]), 1);
+      mbarrier_init(shared_address(&shared.weights_empty[threadIdx.x]), 1);
+    }
+  }
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
-    give_registers<kRowsBackwardProducerRegisters>();
+    give_registers<rows_backward_producer_registers(Tile::kRoles)>();
     if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) ColumnProducer<Tile>(p, maps, shared).run(order);
   } else {
-    take_registers<kRowsBackwardConsumerRegisters>();
-    ColumnConsumer<Tile>(p, shared, warpgroup).run(order);
+    take_registers<rows_backward_consumer_registers(Tile::kRoles)>();
+    if constexpr (!Tile::kRoles) {
+      ColumnConsumer<Tile>(p, shared, warpgroup).run(order);
+    } else if (warpgroup == 0) {
+      ColumnRole<Tile, false>(p, shared).run(order);
+    } else {
+      ColumnRole<Tile, true>(p, shared).run(order);
+    }
   }
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote

@@ -17,12 +17,13 @@ inline cudaError_t make_maps(RowsBackwardMaps& maps, const RowsBackwardParams& p
   return status;
 }
 
-// Tiles of `rows` queries or keys of each of so many heads, whose blocks come from `others` rows of the other pair of operands.
+// Tiles of `tile` of `rows` queries or keys of each of so many heads, whose blocks come from `others` rows of the other pair of operands.
 // Causal tiles come longest first, of as many heads together as L2 keeps the blocks of; but a section lasts for some rounds over
 // the SMs, as their loads only even out within one.
-inline RowsBackwardOrder order_of(const RowsBackwardParams& p, int64_t heads, int64_t rows, int64_t others, int64_t sms) {
+inline RowsBackwardOrder order_of(const RowsBackwardParams& p, int64_t heads, int64_t rows, int64_t tile, int64_t others,
+                                  int64_t sms) {
   constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
-  const int64_t of_head = ceil_div(rows, kRowsBackwardTile), tiles = heads * of_head;
+  const int64_t of_head = ceil_div(rows, tile), tiles = heads * of_head;
   const int64_t section =
       std::max(kSectionBytes / (others * (p.E + p.Ev) * element_bytes(p.type)), ceil_div(kSectionRounds * sms, of_head));
   return {static_cast<uint32_t>(tiles), static_cast<uint32_t>(of_head),
@@ -54,12 +55,13 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream)
     cudaError_t status = make_maps(maps, params, ColumnTile::kM, ColumnTile::kN);
     if (status != cudaSuccess) return status;
     status = launch_tiles<ColumnTile>(column_grads_kernel<ColumnTile>, params, maps,
-                                      order_of(params, key_heads, params.S, params.L * params.key_group, sms), sms, stream);
+                                      order_of(params, key_heads, params.S, ColumnTile::kN, params.L * params.key_group, sms),
+                                      sms, stream);
     if (status != cudaSuccess) return status;
     status = make_maps(maps, params, RowTile::kM, RowTile::kN);
     if (status != cudaSuccess) return status;
-    return launch_tiles<RowTile>(row_grad_kernel<RowTile>, params, maps, order_of(params, params.N, params.L, params.S, sms),
-                                 sms, stream);
+    return launch_tiles<RowTile>(row_grad_kernel<RowTile>, params, maps,
+                                 order_of(params, params.N, params.L, RowTile::kM, params.S, sms), sms, stream);
   });
 }
 

@@ -35,9 +35,11 @@ struct RowsBackwardOrder {
 
 constexpr int kRowsBackwardConsumers = 2;  // warpgroups that multiply; one more loads
 constexpr int kRowsBackwardThreads = 128 * (kRowsBackwardConsumers + 1);
-// Of the 168 that each of 384 threads begins with: nothing that is given exceeds it.
-constexpr int kRowsBackwardConsumerRegisters = 240, kRowsBackwardProducerRegisters = 24;
-static_assert(kRowsBackwardConsumers * kRowsBackwardConsumerRegisters + kRowsBackwardProducerRegisters <= 3 * 168);
+// Of the 168 that each of 384 threads begins with: nothing that is given exceeds it. Roles need fewer, and their producer more.
+constexpr int rows_backward_consumer_registers(bool roles) { return roles ? 232 : 240; }
+constexpr int rows_backward_producer_registers(bool roles) { return roles ? 40 : 24; }
+static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(false) + rows_backward_producer_registers(false) <= 504);
+static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(true) + rows_backward_producer_registers(true) <= 504);
 
 // Turns of the consumers at issuing products, so that they stay out of step. All take as many.
 template <bool kTurns>

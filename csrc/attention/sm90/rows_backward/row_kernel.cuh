@@ -3,9 +3,11 @@
 // A CTA takes 128 queries of a head, 64 for each of two consumer warpgroups, and walks over blocks of keys from the last one to the
 // first. dS never leaves registers: a result of wgmma lies there as a left operand of it does. Of block j, after block j + 1:
 //   S_j = Q K_j^T, dP_j = dO V_j^T, dQ += dS_{j+1} K_{j+1} begin | S_j is there: P_j | dP_j is there: dS_j | dQ is there: packed
-// A third warpgroup loads: a thread keys and values, in rings of their own, and a warp queries with their gradients, a tile at a
-// time, and what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
-// Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ 32 or 64, S and dP 128 or 96, dS 32 or 24).
+// Above head dim 128 registers do not hold dS_{j+1} next to dP_j, and the ring is short, so dQ is made first:
+//   dQ += dS_{j+1} K_{j+1}, S_j begin | dQ is there: K_{j+1} is free, dP_j begins | S_j is there: P_j | dP_j is there: dS_j, packed
+// A third warpgroup loads: a thread keys and values, in one ring, and a warp queries with their gradients, a tile at a time, and
+// what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
+// Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ, S and dP, dS: 32, 128, 32; 64, 96, 24; 96 or 128, 64).
 #pragma once
 
 #include "attention/sm90/rows_backward/parts.cuh"
@@ -23,7 +25,9 @@ struct RowGradTile {
   static constexpr int kN = kShape.row_keys;
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
   static constexpr int kSteps = kShape.steps;
-  static constexpr int kPlaces = kShape.row_places, kStages = kShape.row_stages;
+  static constexpr int kPlaces = kShape.row_places, kSlots = kShape.row_slots;
+  static constexpr bool kAhead = kShape.row_ahead;
+  static constexpr bool kOwnStrips = kSteps <= 2;  // else a gradient leaves through the place of its queries
 
   // What a tile is. It stays in shared memory, as registers are scarce.
   struct Work {
@@ -37,14 +41,13 @@ struct RowGradTile {
   struct Shared {
     alignas(1024) T query[kPlaces][kSteps][kM * kStep];
     alignas(1024) T grad_out[kPlaces][kSteps][kM * kStep];
-    alignas(1024) T key[kStages][kSteps][kN * kStep];
-    alignas(1024) T value[kStages][kSteps][kN * kStep];
-    alignas(1024) T strip[kRowsBackwardConsumers * 4][16 * kStep];    // of each warp, for gradients on their way out
+    alignas(1024) T block[kSlots][kSteps][kN * kStep];  // a block's keys, its values, the next one's keys
+    alignas(1024) T strip[kOwnStrips ? kRowsBackwardConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 8];  // of each warp
     float lse[kPlaces][kM], offset[kPlaces][kM], delta[kPlaces][kM];  // Exponents::Row of a tile's queries
     Work work[kWorks];
-    uint64_t query_full[kPlaces];   // TMA arrives with the bytes of queries and their gradients; the consumers wait
-    uint64_t query_empty[kPlaces];  // the consumers' warps arrive; the producer waits
-    uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same
+    uint64_t query_full[kPlaces];          // TMA arrives with the bytes of queries and their gradients; the consumers wait
+    uint64_t query_empty[kPlaces];         // the consumers' warps arrive; the producer waits
+    uint64_t full[kSlots], empty[kSlots];  // the same of a slot
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
@@ -67,7 +70,7 @@ struct RowGradPlace {
 template <class Tile>
 __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
                                           typename Tile::Shared& shared, const RowsBackwardOrder& order) {
-  RingPlace<Tile::kStages> stage;  // of keys and of values
+  RingPlace<Tile::kSlots> slot;
   RowsPlaces places(order.tiles);
 #pragma unroll 1
   while (places.next()) {
@@ -77,20 +80,20 @@ __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const Row
     set_batch(value, p.batch, p.value, at.n);
 #pragma unroll 1
     for (int block = (at.keys + Tile::kN - 1) / Tile::kN - 1; block >= 0; --block) {
-      const auto load = [&](auto& to, uint64_t* full, uint64_t* empty, const CUtensorMap& map, TensorPosition& box) {
-        mbarrier_wait(shared_address(&empty[stage.slot]), stage.parity ^ 1);
-        const uint32_t s_full = shared_address(&full[stage.slot]);
-        mbarrier_arrive_expect_bytes(s_full, sizeof(to[0]));
+      const auto load = [&](const CUtensorMap& map, TensorPosition& box) {
+        mbarrier_wait(shared_address(&shared.empty[slot.slot]), slot.parity ^ 1);
+        const uint32_t s_full = shared_address(&shared.full[slot.slot]);
+        mbarrier_arrive_expect_bytes(s_full, sizeof(shared.block[0]));
         box.at[1] = block * Tile::kN;
 #pragma unroll
         for (int step = 0; step < Tile::kSteps; ++step) {
           box.at[0] = step * Tile::kStep;
-          tma_load(shared_address(to[stage.slot][step]), &map, box, s_full);
+          tma_load(shared_address(shared.block[slot.slot][step]), &map, box, s_full);
         }
+        slot.advance();
       };
-      load(shared.key, shared.key_full, shared.key_empty, maps.key, key);
-      load(shared.value, shared.value_full, shared.value_empty, maps.value, value);
-      stage.advance();
+      load(maps.key, key);
+      load(maps.value, value);
     }
   }
 }
@@ -169,17 +172,24 @@ class RowGradConsumer {
 #pragma unroll 1
         while (--block >= 0) step<false>(block);
       }
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty[place_]));
+      if constexpr (Tile::kOwnStrips) release_query();
       if (any) {
         wgmma_fence();
-        add_product<T>(query_grad_, score_grads_, shared_address(shared_.key[before_][0]));
+        add_keys();
         wgmma_wait<0>();
         pin_query_grad();
-        release(shared_.key_empty, before_);
+        release(before_);
       }
       const int warp_row = consumer_ * 64 + threadIdx.x / 32 % 4 * 16, rows = static_cast<int>(p_.L) - work_->row - warp_row;
+      const uint32_t s_strip = Tile::kOwnStrips ? shared_address(shared_.strip[threadIdx.x / 32])
+                                                : shared_address(shared_.query[place_][0]) + warp_row * 128;
       store_grad<T>(query_grad_, p_.scale_factor, p_.grad_query, work_->query_grad + warp_row * p_.grad_query.row_stride, rows,
-                    rows, static_cast<int>(p_.E), p_.wide_grads, shared_address(shared_.strip[threadIdx.x / 32]));
+                    rows, static_cast<int>(p_.E), p_.wide_grads, s_strip);
+      if constexpr (!Tile::kOwnStrips) {
+        fence_async_proxy();
+        __syncwarp();  // the warp's gradients have left the queries' place
+        release_query();
+      }
     }
   }
 
@@ -188,8 +198,18 @@ class RowGradConsumer {
   static constexpr int kSlices = Tile::kN / 16;  // of a block, each the k of one product with keys
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dQ, by instruction
 
-  __device__ __forceinline__ void release(uint64_t* empty, int slot) const {
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&empty[slot]));
+  __device__ __forceinline__ void wait(const RingPlace<Tile::kSlots>& place) const {
+    mbarrier_wait(shared_address(&shared_.full[place.slot]), place.parity);
+  }
+  __device__ __forceinline__ void release(int slot) const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[slot]));
+  }
+  __device__ __forceinline__ void release_query() const {
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty[place_]));
+  }
+  // dQ of the block before, begun.
+  __device__ __forceinline__ void add_keys() {
+    add_product<T>(query_grad_, score_grads_, shared_address(shared_.block[before_][0]));
   }
   __device__ __forceinline__ void pin_query_grad() {
 #pragma unroll
@@ -217,39 +237,57 @@ class RowGradConsumer {
   __device__ __forceinline__ void clear_hidden_keys(int block) {
     const int seen = work_->keys - block * Tile::kN;
     if (p_.sequence.key_lengths == nullptr || seen >= Tile::kN) return;
-    mbarrier_wait(shared_address(&shared_.key_full[stage_.slot]), stage_.parity);
-    clear_rows(shared_address(shared_.key[stage_.slot][0]), Tile::kSteps, Tile::kN, seen, kBarrierRowsOwn + consumer_);
+    wait(slot_);
+    clear_rows(shared_address(shared_.block[slot_.slot][0]), Tile::kSteps, Tile::kN, seen, kBarrierRowsOwn + consumer_);
   }
 
   // A block of keys. kFirst: of the tile's. An operand in registers is made while no product is under way: ptxas would wait for
   // each product on its own.
   template <bool kFirst>
   __device__ __forceinline__ void step(int block) {
-    const int slot = stage_.slot;
+    constexpr bool kAdds = !kFirst && !Tile::kAhead;    // dQ of the block before is made first
+    constexpr int kUnderWay = kFirst || kAdds ? 0 : 1;  // else it goes on
     const uint32_t s_rows = consumer_ * 64 * 128;
+    const int key = slot_.slot;
     // A warpgroup's first query sees the fewest keys.
     const bool careful = work_->careful || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
-    mbarrier_wait(shared_address(&shared_.key_full[slot]), stage_.parity);
+    if constexpr (!kAdds) wait(slot_);
     turns_.take();
     wgmma_fence();
+    if constexpr (kAdds) {
+      add_keys();
+      wait(slot_);
+      wgmma_fence();
+    }
     multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(scores_, shared_address(shared_.query[place_][0]) + s_rows,
-                                                       shared_address(shared_.key[slot][0]));
-    mbarrier_wait(shared_address(&shared_.value_full[slot]), stage_.parity);
+                                                       shared_address(shared_.block[key][0]));
+    slot_.advance();
+    if constexpr (!Tile::kAhead) turns_.pass();
+    if constexpr (kAdds) {
+      wgmma_wait<1>();
+      pin_query_grad();
+      release(before_);
+    }
+    wait(slot_);
+    const int value = slot_.slot;
+    slot_.advance();
     wgmma_fence();
     multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(weight_grads_, shared_address(shared_.grad_out[place_][0]) + s_rows,
-                                                       shared_address(shared_.value[slot][0]));
-    if constexpr (!kFirst) add_product<T>(query_grad_, score_grads_, shared_address(shared_.key[before_][0]));
-    turns_.pass();
-    wgmma_wait<kFirst ? 1 : 2>();
+                                                       shared_address(shared_.block[value][0]));
+    if constexpr (Tile::kAhead) {
+      if constexpr (!kFirst) add_keys();
+      turns_.pass();
+    }
+    wgmma_wait<1 + kUnderWay>();
     pin_registers(scores_);
     if (careful) {
       make_weights<true>(block);
     } else {
       make_weights<false>(block);
     }
-    wgmma_wait<kFirst ? 0 : 1>();
+    wgmma_wait<kUnderWay>();
     pin_registers(weight_grads_);
-    release(shared_.value_empty, slot);
+    release(value);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       weight_grads_[i] = scores_[i] * fmaf(weight_grads_[i], Exponents<T>::kUnscale, delta_[i / 2 % 2]);
@@ -260,14 +298,13 @@ class RowGradConsumer {
         if (scores_[i] == 0.0f) weight_grads_[i] = 0.0f;  // whatever a key that is not seen holds
       }
     }
-    if constexpr (!kFirst) {
+    if constexpr (kUnderWay > 0) {
       wgmma_wait<0>();
       pin_query_grad();
-      release(shared_.key_empty, before_);
+      release(before_);
     }
     pack<T>(score_grads_, weight_grads_);
-    before_ = slot;
-    stage_.advance();
+    before_ = key;
   }
 
   // scores_: products -> P times weight_scale.
@@ -299,9 +336,9 @@ class RowGradConsumer {
   const Turns<Tile::kShape.turns> turns_;
   const int consumer_;
   const typename Tile::Work* work_;  // of this tile
-  RingPlace<Tile::kStages> stage_;   // of keys and of values
+  RingPlace<Tile::kSlots> slot_;     // of a block's keys, then of its values
   uint32_t place_;                   // of the tile's queries
-  int before_;                       // stage of the block before
+  int before_;                       // slot of the keys of the block before
   int row_;                          // of this thread's first element in the tile's scores; the other row is 8 below
   float offset_[2], delta_[2];       // of the two rows
   float query_grad_[kParts][32 * kPartSteps];
@@ -318,11 +355,9 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
   constexpr int kArrivals = 4 * kRowsBackwardConsumers;
-  if (threadIdx.x < Tile::kStages) {
-    mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
-    mbarrier_init(shared_address(&shared.value_full[threadIdx.x]), 1);
-    mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), kArrivals);
-    mbarrier_init(shared_address(&shared.value_empty[threadIdx.x]), kArrivals);
+  if (threadIdx.x < Tile::kSlots) {
+    mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
+    mbarrier_init(shared_address(&shared.empty[threadIdx.x]), kArrivals);
     if (threadIdx.x < Tile::kPlaces) {
       mbarrier_init(shared_address(&shared.query_full[threadIdx.x]), 1);
       mbarrier_init(shared_address(&shared.query_empty[threadIdx.x]), kArrivals);
@@ -331,7 +366,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   }
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
-    give_registers<kRowsBackwardProducerRegisters>();
+    give_registers<rows_backward_producer_registers(false)>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (warp == 0) {
       if (elect_thread()) load_keys<Tile>(p, maps, shared, order);
@@ -339,7 +374,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
       load_queries<Tile>(p, maps, shared, order);
     }
   } else {
-    take_registers<kRowsBackwardConsumerRegisters>();
+    take_registers<rows_backward_consumer_registers(false)>();
     RowGradConsumer<Tile>(p, shared, warpgroup).run(order);
   }
 #else

@@ -45,7 +45,12 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   status = launch_large_lse(large, stream);
   if (status != cudaSuccess) return status;
 
-  return rows_backward_class(params.E, params.Ev) == 64 ? rows_backward_64(rows, stream) : rows_backward_128(rows, stream);
+  switch (rows_backward_class(params.E, params.Ev)) {
+    case 64: return rows_backward_64(rows, stream);
+    case 128: return rows_backward_128(rows, stream);
+    case 192: return rows_backward_192(rows, stream);
+    default: return rows_backward_256(rows, stream);
+  }
 }
 
 }  // namespace attention_ext

@@ -19,6 +19,8 @@ struct RowsBackwardParams : BackwardParams {
 
 cudaError_t rows_backward_64(const RowsBackwardParams& params, cudaStream_t stream);
 cudaError_t rows_backward_128(const RowsBackwardParams& params, cudaStream_t stream);
+cudaError_t rows_backward_192(const RowsBackwardParams& params, cudaStream_t stream);
+cudaError_t rows_backward_256(const RowsBackwardParams& params, cudaStream_t stream);
 
 // As pipeline_backward and its company. Of a problem that the kernel's row of the table (plan/backward.cpp) does not refuse.
 int64_t rows_backward_workspace(const BackwardParams& params);

@@ -1,0 +1,10 @@
+#include "attention/sm90/rows_backward/launch.cuh"
+#include "attention/sm90/rows_backward/rows_backward.h"
+
+namespace attention_ext {
+
+cudaError_t rows_backward_256(const RowsBackwardParams& params, cudaStream_t stream) {
+  return launch_rows_backward<256>(params, stream);
+}
+
+}  // namespace attention_ext
