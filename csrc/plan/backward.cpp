@@ -100,7 +100,7 @@ const BackwardTable kBackwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, nullptr, pipeline_backward_cost},
     {"sm90_256", 90, rows_refuses, nullptr, nullptr, rows_backward_cost},
     {"sm90_pipeline", 90, wgmma_refuses, nullptr, nullptr, wgmma_backward_cost},
-    {"sm90_split_half", 90, split_half_backward_refuses, [](const Problem&) { return "no record has its time yet"; }, nullptr,
+    {"sm90_split_half", 90, split_half_backward_refuses, split_half_yields, nullptr,
      split_half_backward_cost},
 }};
 

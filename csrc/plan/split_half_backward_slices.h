@@ -28,7 +28,7 @@ struct SplitHalfBackwardSlices {
   int64_t keys;  // of a piece: terms of key and value that there are at a time
   int64_t key_matrices;
   int64_t pitch;  // of scores
-  int64_t marks_at, ticket_at, exact_at, query_at, grad_out_at, key_at, value_at, exponents_at, weights_at, grads_at,
+  int64_t marks_at, largest_at, ticket_at, exact_at, query_at, grad_out_at, key_at, value_at, exponents_at, weights_at, grads_at,
       segments_at, row_values_at, tiles_at;
   int64_t cleared;  // of these, before the first slice
   int64_t bytes;
@@ -55,6 +55,7 @@ inline SplitHalfBackwardSlices split_half_backward_slice(const SplitHalfBackward
   };
   place(4 * sizes.N * kSplitHalfFactsBytes);
   slices.marks_at = place(sizes.N);
+  slices.largest_at = place(4 * sizes.N);
   slices.ticket_at = place(4);
   slices.cleared = at;
   slices.exact_at = place(times(sizes.N, sizes.L, 16));

@@ -168,6 +168,7 @@ class Backward {
     terms.weight_exponents = at<int32_t>(plan_.tiles_at);
     terms.grad_exponents = terms.weight_exponents + plan_.tiles();
     terms.marks = at<uint8_t>(plan_.marks_at);
+    terms.largest_grads = at<uint32_t>(plan_.largest_at);
     return launch_split_half_score_terms(terms, stream_);
   }
 
@@ -198,7 +199,8 @@ class Backward {
   cudaError_t run_exact() const {
     const auto facts = [&](int operand) { return at<SplitHalfFacts>(0) + operand * params_.N; };
     return launch_split_half_exact_backward({params_, facts(kQuery), facts(kKey), facts(kValue), facts(kGradOut),
-                                             at<uint8_t>(plan_.marks_at), at<SplitHalfRowValues>(plan_.exact_at)},
+                                             at<uint8_t>(plan_.marks_at), at<uint32_t>(plan_.largest_at),
+                                             at<SplitHalfRowValues>(plan_.exact_at)},
                                             stream_);
   }
 

@@ -27,6 +27,7 @@ struct SplitHalfScoreTermsParams {
   SplitHalfRowValues* row_values;    // (matrices, rows)
   int32_t *weight_exponents, *grad_exponents;  // (matrices, rows / 64 rounded up, pitch / 64)
   uint8_t* marks;                              // (N,): 1 where two terms will not do
+  uint32_t* largest_grads;                     // (N,): the largest gradient of a weight that a row sees, its bits; begun with zeros
 };
 
 // One of the three gradients: out = factor * A . B, added to what earlier slices left in `out` itself.
@@ -57,6 +58,7 @@ struct SplitHalfExactBackwardParams {
   BackwardParams call;
   const SplitHalfFacts *query, *key, *value, *grad_out;  // by flat number
   const uint8_t* marks;                                  // (N,)
+  const uint32_t* largest_grads;                         // (N,)
   SplitHalfRowValues* row_values;                        // (N, L): here the reference is a row's largest score
 };
 

@@ -16,8 +16,8 @@
 namespace attention_ext {
 namespace {
 
-// Whether a head is marked, or what its terms leave out may be more than independent errors of 2^-22 an element: of scores, and,
-// relative to the norms, of products of grad_out and value.
+// Whether a head is marked, or what its terms leave out may be more than independent errors of 2^-22 an element of scores, or than
+// 2^-21 of the largest product of grad_out and value that there is: their norms, which one column may make by itself, do not tell.
 __device__ __forceinline__ bool needs_exact(const SplitHalfExactBackwardParams& p, int64_t n) {
   const int64_t of_key = n / p.call.key_group * p.call.key_group;
   const SplitHalfFacts query = p.query[n], grad_out = p.grad_out[n], key = p.key[of_key], value = p.value[of_key];
@@ -26,9 +26,8 @@ __device__ __forceinline__ bool needs_exact(const SplitHalfExactBackwardParams& 
   };
   const float of_scores = fabsf(static_cast<float>(p.call.scale)) * kLog2E * left_out(query, key);
   const bool enough = of_scores <= 0x1p-22f * sqrtf(static_cast<float>(p.call.E));  // false for NaN
-  // Of norms whose product is out of float's range nothing is known.
-  const float norms = __uint_as_float(grad_out.norm) * __uint_as_float(value.norm);
-  const bool enough_grads = grad_out.norm == 0 || value.norm == 0 || left_out(grad_out, value) <= 0x1p-22f * norms;
+  const float kept = p.call.dropout.seed == nullptr ? 1.0f : static_cast<float>(p.call.dropout.keep_scale);
+  const bool enough_grads = left_out(grad_out, value) * kept <= 0x1p-21f * __uint_as_float(p.largest_grads[n]);
   return !enough || !enough_grads || p.marks[n] != 0 || query.exact != 0 || key.exact != 0 || value.exact != 0 ||
          grad_out.exact != 0;
 }

@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(kCtaThreads)
   const float* g_weights = static_cast<const float*>(p.weights) + flat_row * p.pitch;
   const float* g_grads = static_cast<const float*>(p.grads) + flat_row * p.pitch;
   float delta = 0.0f;
+  uint32_t largest_grad = 0;
   if (!none) {
 #pragma unroll 2
     for (int col = lane * 4; col < visible; col += 128) {
@@ -70,10 +71,12 @@ __global__ void __launch_bounds__(kCtaThreads)
       for (int e = 0; e < 4; ++e) {
         const float of_key = probability(weight[e], factor, sum);
         part[e] = of_key == 0.0f ? 0.0f : of_key * grad[e];
+        largest_grad = max(largest_grad, __float_as_uint(grad[e]) & 0x7fffffffu);
       }
       delta += part[0] + part[1] + (part[2] + part[3]);
     }
     delta = warp_sum(delta);
+    largest_grad = __reduce_max_sync(0xffffffffu, largest_grad);
   }
   if (lane != 0) return;
   if (p.grad_lse.data != nullptr) {
@@ -81,6 +84,7 @@ __global__ void __launch_bounds__(kCtaThreads)
         (static_cast<const float*>(p.grad_lse.data) + batch_offset(p.batch, p.grad_lse, n, 0))[row * p.grad_lse.row_stride];
   }
   p.row_values[flat_row] = {reference, sum, delta};
+  if (largest_grad > p.largest_grads[n]) atomicMax(&p.largest_grads[n], largest_grad);
   if (!none && reference < kFarBelow + 256.0f) p.marks[n] = 1;
 }
 
