@@ -1,13 +1,17 @@
-// The column kernel's consumers by roles, where dK and dV of 64 keys are too many registers for one warpgroup: one makes dV and P,
-// the other one dP, dS and dK. Of block j, after block j + 1:
-//   dV += P_{j+1} dO_{j+1}, S_j = K Q_j^T begin  | S_j is there: P_j, packed, and stored in float for the other role
-//   dK += dS_{j+1} Q_{j+1}, dP_j = V dO_j^T begin | dP_j is there, and P_j: dS_j, packed
-// The sum comes first, as it gives the stage back: there are two. Each role runs under the other one's products, a part of a block
-// behind it. A warp hands P to the warp that has the same keys and queries, thread to thread, so nothing is swizzled.
-// Registers: 128 or 96 of dV or dK, 32 or 48 of S or dP, half as many of P or dS.
+// The column kernel's consumers by roles, where dK and dV of 64 keys are too
+// many registers for one warpgroup: one makes dV and P, the other one dP, dS
+// and dK. Of block j, after block j + 1:
+//   dV += P_{j+1} dO_{j+1}, S_j = K Q_j^T begin  | S_j is there: P_j, packed,
+//   and stored in float for the other role dK += dS_{j+1} Q_{j+1}, dP_j = V
+//   dO_j^T begin | dP_j is there, and P_j: dS_j, packed
+// The sum comes first, as it gives the stage back: there are two. Each role
+// runs under the other one's products, a part of a block behind it. A warp
+// hands P to the warp that has the same keys and queries, thread to thread, so
+// nothing is swizzled. Registers: 128 or 96 of dV or dK, 32 or 48 of S or dP,
+// half as many of P or dS.
 #pragma once
 
-#include "attention/sm90/rows_backward/column_tile.cuh"
+#include "attention/sm90/rows_backward/column_general.cuh"
 
 namespace attention_ext {
 
@@ -51,7 +55,8 @@ class ColumnRole {
 
  private:
   static constexpr int kScores = Tile::kM / 2;
-  static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or their gradients
+  static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or
+                                                 // their gradients
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2,
                        kParts = Tile::kSteps / kPartSteps;  // of sums, by instruction
 
@@ -93,17 +98,28 @@ class ColumnRole {
     }
     wgmma_wait<0>();
     pin_registers(scores_);
+    const bool dropping = Tile::kGeneral && p_.dropout.seed != nullptr;
+    ColumnKept<kScores> kept;
+    if (dropping) {
+      kept.draw(p_.dropout, shared_.head[slot], shared_.block[slot] * Tile::kM + static_cast<int>(threadIdx.x % 4) * 2,
+                work_->key + static_cast<int>(threadIdx.x / 32 % 4) * 16);
+    }
     if constexpr (kOfKeys) {
+      if (dropping) kept.apply(scores_);
       float weights[kScores];
       take_weights(weights);
-      column_score_grads<Tile>(scores_, weights, shared_, slot, careful);
+      column_score_grads<Tile>(scores_, weights, shared_, slot, Tile::kGeneral || careful,
+                               Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale);
     } else {
-      if (careful) {
+      if constexpr (Tile::kGeneral) {
+        column_weights_general<Tile>(scores_, p_, shared_, slot, *work_, 0);
+      } else if (careful) {
         column_weights<Tile, true>(scores_, p_, shared_, slot, *work_, 0);
       } else {
         column_weights<Tile, false>(scores_, p_, shared_, slot, *work_, 0);
       }
       pass_weights();
+      if (dropping) kept.apply(scores_);
     }
     pack<T>(operand_, scores_);
     before_ = stage_;
@@ -143,16 +159,17 @@ class ColumnRole {
     const MatrixView& view = kOfKeys ? p_.grad_key : p_.grad_value;
     const int64_t first = (kOfKeys ? work.key_grad : work.value_grad) + warp_row * view.row_stride;
     const uint32_t s_strip = shared_address(kOfKeys ? shared_.value[place_][0] : shared_.key[place_][0]) + warp_row * 128;
-    store_grad<T>(sums_, kOfKeys ? p_.scale_factor : Exponents<T>::kUnscale, view, first, rows, seen,
-                  static_cast<int>(kOfKeys ? p_.E : p_.Ev), p_.wide_grads, s_strip);
+    store_grad<T>(sums_, kOfKeys ? p_.scale_factor : Exponents<T>::kUnscale * (Tile::kGeneral ? p_.keep_factor : 1.0f), view,
+                  first, rows, seen, static_cast<int>(kOfKeys ? p_.E : p_.Ev), p_.wide_grads, s_strip);
   }
 
   const RowsBackwardParams& p_;
   typename Tile::Shared& shared_;
-  RingPlace<Tile::kStages> stage_, before_;  // of the block, and of the one before
-  uint32_t round_ = 0;                       // parity of the number of blocks
-  uint32_t place_;                           // of the tile's keys and values
-  const typename Tile::Work* work_;          // of this tile
+  RingPlace<Tile::kStages> stage_,
+      before_;                       // of the block, and of the one before
+  uint32_t round_ = 0;               // parity of the number of blocks
+  uint32_t place_;                   // of the tile's keys and values
+  const typename Tile::Work* work_;  // of this tile
   float sums_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t operand_[kSlices][4];
 };
