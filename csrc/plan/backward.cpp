@@ -1,6 +1,5 @@
-// The backward's table of kernels. Their drivers plan their workspaces
-// (backward.cpp in attention/pipeline/ and attention/sm90/pipeline/,
-// rows_backward.cpp in attention/sm90/rows_backward/).
+// The backward's table of kernels. Their drivers plan their workspaces (backward.cpp in attention/pipeline/ and
+// attention/sm90/pipeline/, rows_backward.cpp in attention/sm90/rows_backward/).
 #include "plan/backward_slices.h"
 #include "plan/cost.h"
 #include "plan/kernels.h"
@@ -48,8 +47,7 @@ int64_t pipeline_backward_cost(const Problem& p, const DeviceInfo& card, int64_t
   return times(5, pipeline_cost(p, card, cap, false)) / 2;
 }
 
-// What its two kernels take by rounds of tiles over the SMs, and before them
-// delta of all rows. Not fitted.
+// What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows. Not fitted.
 int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700;
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;
@@ -60,8 +58,7 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   const int64_t more = (p.mask == MaskType::kBool ? 25 : masked ? 50 : 0) + (p.dropout ? 70 : 0);
   const int64_t row_ns = shape.row_block_ns + kRowsBackwardTile * shape.row_keys * more / 1024,
                 col_ns = shape.col_block_ns + shape.col_keys * shape.col_queries * more / 1024;
-  // Tiles of `tile` of `rows` of each of so many heads, over blocks of the
-  // others; causal ones even out but for the longest.
+  // Tiles of `tile` of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.
   const auto kernel = [&](int64_t heads, int64_t rows, int64_t tile, int64_t blocks, int64_t visible, int64_t block_ns) {
     const int64_t tiles = times(heads, ceil_div(rows, tile)), longest = kTile + times(blocks, block_ns);
     const int64_t all = times(tiles, kTile) + times(heads, visible, block_ns);

@@ -1,6 +1,5 @@
-// Masks and dropout as the column kernel sees them: a thread's scores are pairs
-// of adjacent queries, 8 apart, of two keys, 8 apart: x[4 i + e] is query 8 i +
-// e % 2 of the thread's, key 8 (e / 2).
+// Masks and dropout as the column kernel sees them: a thread's scores are pairs of adjacent queries, 8 apart, of two keys, 8 apart:
+// x[4 i + e] is query 8 i + e % 2 of the thread's, key 8 (e / 2).
 #pragma once
 
 #include <type_traits>
@@ -12,9 +11,8 @@
 
 namespace attention_ext {
 
-// -inf where a mask of bytes hides a key: a lane reads the warp's 16 keys of a
-// query at once. g_key: the warp's first key in the mask, whose rows begin at
-// rows[] and are on 16-byte boundaries.
+// -inf where a mask of bytes hides a key: a lane reads the warp's 16 keys of a query at once. g_key: the warp's first key in the
+// mask, whose rows begin at rows[] and are on 16-byte boundaries.
 template <int kScores>
 __device__ __forceinline__ void mask_columns(float (&x)[kScores], const uint8_t* g_key, const int64_t* rows) {
   const int lane = threadIdx.x % 32;
@@ -34,15 +32,13 @@ __device__ __forceinline__ void mask_columns(float (&x)[kScores], const uint8_t*
   }
 }
 
-// The same of any mask, or its sum: g_key: the thread's first key; `seen` keys
-// exist from there on; rows: of the thread's queries.
+// The same of any mask, or its sum: g_key: the thread's first key; `seen` keys exist from there on; rows: of the thread's queries.
 template <class Stored, int kScores>
 __device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* g_key, const int64_t* rows, int64_t col_stride,
                                              int seen) {
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
-    if (i % 2 == 0) keep_order();  // eight loads in flight; the compiler would take registers
-                                   // for all
+    if (i % 2 == 0) keep_order();  // eight loads in flight; the compiler would take registers for all
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       const Stored* g_query = g_key + rows[8 * i + e];
@@ -61,8 +57,7 @@ __device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* 
   }
 }
 
-// column_weights under a mask, or without one: the difference of score and
-// log-sum-exp first.
+// column_weights under a mask, or without one: the difference of score and log-sum-exp first.
 template <class Tile, int kScores>
 __device__ __forceinline__ void column_weights_general(float (&scores)[kScores], const RowsBackwardParams& p,
                                                        const typename Tile::Shared& shared, int slot,
@@ -100,10 +95,8 @@ template <int kScores>
 struct ColumnKept {
   uint32_t word[(kScores + 31) / 32];
 
-  // Four adjacent keys of a query are drawn at once, and four lanes have one of
-  // them each, of four pairs of a query and such keys: each lane draws for one
-  // pair. n: the query's head; query: the thread's first one; warp_key: a
-  // multiple of 16. All lanes.
+  // Four adjacent keys of a query are drawn at once, and four lanes have one of them each, of four pairs of a query and such keys:
+  // each lane draws for one pair. n: the query's head; query: the thread's first one; warp_key: a multiple of 16. All lanes.
   __device__ __forceinline__ void draw(const Dropout& dropout, uint32_t n, int query, int warp_key) {
     const int64_t seed = *dropout.seed;
     const int lane = threadIdx.x % 32, own = lane / 4 % 4;

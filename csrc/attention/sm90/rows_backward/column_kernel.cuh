@@ -1,22 +1,15 @@
-// The column kernel of the backward: dV = P^T dO and dK = scale * dS^T Q, where
-// dS = P (dP - delta) and dP = dO V^T.
+// The column kernel of the backward: dV = P^T dO and dK = scale * dS^T Q, where dS = P (dP - delta) and dP = dO V^T.
 //
-// A CTA takes 128 keys, 64 for each of two consumer warpgroups, and walks over
-// blocks of queries, of all query heads of the keys' group, from the last block
-// to the first one that sees them. Scores are multiplied with keys as rows, so
-// that P^T and dS^T never leave registers: a result of wgmma lies there as a
-// left operand of it does. Of block j, after block j + 1:
-//   dV += P_{j+1} dO_{j+1}, dK += dS_{j+1} Q_{j+1} and S_j = K Q_j^T | dP_j = V
-//   dO_j^T begins; P_j | dP_j is there: dS_j
-// Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores
-// runs under the products of the other one, too. Above head dim 128 a tile is
-// 64 keys, and the consumers have roles (column_roles.cuh). A third warpgroup's
-// first warp loads: keys with values, a tile at a time, and in a ring queries
-// with their gradients, and next to them what their exponents need
-// (Exponents::Row). CTAs stay and take tile after tile. Shared memory:
-// ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or
-// 128, S and dP 96 or 64, P and dS 48 or 32, which lie where dP does while that
-// is not there).
+// A CTA takes 128 keys, 64 for each of two consumer warpgroups, and walks over blocks of queries, of all query heads of the keys'
+// group, from the last block to the first one that sees them. Scores are multiplied with keys as rows, so that P^T and dS^T never
+// leave registers: a result of wgmma lies there as a left operand of it does. Of block j, after block j + 1:
+//   dV += P_{j+1} dO_{j+1}, dK += dS_{j+1} Q_{j+1} and S_j = K Q_j^T | dP_j = V dO_j^T begins; P_j | dP_j is there: dS_j
+// Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
+// Above head dim 128 a tile is 64 keys, and the consumers have roles (column_roles.cuh).
+// A third warpgroup's first warp loads: keys with values, a tile at a time, and in a ring queries with their gradients, and next to
+// them what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
+// Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
+// 32, which lie where dP does while that is not there).
 #pragma once
 
 #include "attention/sm90/rows_backward/column_general.cuh"
@@ -109,8 +102,7 @@ class ColumnProducer {
     }
     if constexpr (Tile::kGeneral) find_mask_rows(n, query, slot);
     if (lane < kRowsBackwardConsumers) {
-      // A query before a key does not see it; a consumer's last key is its
-      // 64th.
+      // A query before a key does not see it; a consumer's last key is its 64th.
       const int last_key = key + (Tile::kRoles ? 0 : lane * 64) + 63;
       shared_.careful[slot][lane] = careful || (p_.sequence.causal && query < last_key);
       if (lane == 0) shared_.block[slot] = block;
@@ -118,8 +110,7 @@ class ColumnProducer {
     __syncwarp();  // all lanes' values are there before one of them arrives
     if (elect_thread()) {
       const uint32_t s_full = shared_address(&shared_.full[slot]);
-      if constexpr (Tile::kRoles) {  // the one consumer begins with the first of
-                                     // them, the other one with the second
+      if constexpr (Tile::kRoles) {  // the one consumer begins with the first of them, the other one with the second
         const uint32_t s_grad_full = shared_address(&shared_.grad_full[slot]);
         mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.query[0]));
         load(shared_.query[slot], maps_.query, p_.query, n, query, s_full);
@@ -196,11 +187,8 @@ class ColumnConsumer {
 
  private:
   static constexpr int kScores = Tile::kM / 2;
-  static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or
-                                                 // their gradients
-  static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2,
-                       kParts = Tile::kSteps / kPartSteps;  // of dK, by instruction
-
+  static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or their gradients
+  static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dK, by instruction
   __device__ __forceinline__ void pin_grads() {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -218,9 +206,8 @@ class ColumnConsumer {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[before_]));
   }
 
-  // A block of queries. kFirst: of the tile's. An operand in registers is made
-  // while no product is under way: ptxas would wait for each product on its
-  // own.
+  // A block of queries. kFirst: of the tile's. An operand in registers is made while no product is under way: ptxas would wait for
+  // each product on its own.
   template <bool kFirst>
   __device__ __forceinline__ void step() {
     const int slot = stage_.slot;
@@ -233,8 +220,7 @@ class ColumnConsumer {
     multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(scores_, shared_address(shared_.key[place_][0]) + s_rows,
                                                        shared_address(shared_.query[slot][0]));
     turns_.pass();
-    wgmma_wait<0>();  // of all three, as dP takes the registers of their
-                      // operands
+    wgmma_wait<0>();  // of all three, as dP takes the registers of their operands
     pin_registers(scores_);
     if constexpr (!kFirst) {
       pin_grads();
@@ -301,8 +287,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128,
-                                    0);  // uniform, as the compiler should know
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
   constexpr int kArrivals = 4 * kRowsBackwardConsumers;
   if (threadIdx.x < Tile::kStages) {
     mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
@@ -335,8 +320,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
     }
   }
 #else
-  __trap();  // never launched: an image for another card must not return what
-             // nobody wrote
+  __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
 }
 

@@ -1,14 +1,10 @@
-// The column kernel's consumers by roles, where dK and dV of 64 keys are too
-// many registers for one warpgroup: one makes dV and P, the other one dP, dS
-// and dK. Of block j, after block j + 1:
-//   dV += P_{j+1} dO_{j+1}, S_j = K Q_j^T begin  | S_j is there: P_j, packed,
-//   and stored in float for the other role dK += dS_{j+1} Q_{j+1}, dP_j = V
-//   dO_j^T begin | dP_j is there, and P_j: dS_j, packed
-// The sum comes first, as it gives the stage back: there are two. Each role
-// runs under the other one's products, a part of a block behind it. A warp
-// hands P to the warp that has the same keys and queries, thread to thread, so
-// nothing is swizzled. Registers: 128 or 96 of dV or dK, 32 or 48 of S or dP,
-// half as many of P or dS.
+// The column kernel's consumers by roles, where dK and dV of 64 keys are too many registers for one warpgroup: one makes dV and P,
+// the other one dP, dS and dK. Of block j, after block j + 1:
+//   dV += P_{j+1} dO_{j+1}, S_j = K Q_j^T begin  | S_j is there: P_j, packed, and stored in float for the other role
+//   dK += dS_{j+1} Q_{j+1}, dP_j = V dO_j^T begin | dP_j is there, and P_j: dS_j, packed
+// The sum comes first, as it gives the stage back: there are two. Each role runs under the other one's products, a part of a block
+// behind it. A warp hands P to the warp that has the same keys and queries, thread to thread, so nothing is swizzled.
+// Registers: 128 or 96 of dV or dK, 32 or 48 of S or dP, half as many of P or dS.
 #pragma once
 
 #include "attention/sm90/rows_backward/column_general.cuh"
@@ -55,8 +51,7 @@ class ColumnRole {
 
  private:
   static constexpr int kScores = Tile::kM / 2;
-  static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or
-                                                 // their gradients
+  static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or their gradients
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2,
                        kParts = Tile::kSteps / kPartSteps;  // of sums, by instruction
 
@@ -165,11 +160,10 @@ class ColumnRole {
 
   const RowsBackwardParams& p_;
   typename Tile::Shared& shared_;
-  RingPlace<Tile::kStages> stage_,
-      before_;                       // of the block, and of the one before
-  uint32_t round_ = 0;               // parity of the number of blocks
-  uint32_t place_;                   // of the tile's keys and values
-  const typename Tile::Work* work_;  // of this tile
+  RingPlace<Tile::kStages> stage_, before_;  // of the block, and of the one before
+  uint32_t round_ = 0;                       // parity of the number of blocks
+  uint32_t place_;                           // of the tile's keys and values
+  const typename Tile::Work* work_;          // of this tile
   float sums_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t operand_[kSlices][4];
 };

@@ -1,5 +1,4 @@
-// A tile of the column kernel in shared memory, and what its consumers make of
-// scores, be they of one kind or of two.
+// A tile of the column kernel in shared memory, and what its consumers make of scores, be they of one kind or of two.
 #pragma once
 
 #include "attention/sm90/rows_backward/parts.cuh"
@@ -35,38 +34,30 @@ struct ColumnGradTile {
     alignas(1024) T query[kStages][kSteps][kM * kStep];
     alignas(1024) T grad_out[kStages][kSteps][kM * kStep];
     alignas(1024) T strip[kRoles ? 1 : kRowsBackwardConsumers * 4][kRoles ? 8 : 16 * kStep];  // of each warp, for gradients
-    float4 weights[kRoles ? kM / 8 : 1][kRoles ? 128 : 1];  // by roles, P on its way to the other
-                                                            // one: the same thread's
-    alignas(16) float lse[kStages][kM], offset[kStages][kM],
-        delta[kStages][kM];                                       // Exponents::Row of a stage's queries
-    int block[kStages];                                           // that a stage holds the queries of
-    bool careful[kStages][kRowsBackwardConsumers];                // whether some of its scores need
-                                                                  // careful_weight, or are hidden
+    float4 weights[kRoles ? kM / 8 : 1][kRoles ? 128 : 1];  // by roles, P on its way to the other one: the same thread's
+    alignas(16) float lse[kStages][kM], offset[kStages][kM], delta[kStages][kM];  // Exponents::Row of a stage's queries
+    int block[kStages];                                                           // that a stage holds the queries of
+    bool careful[kStages][kRowsBackwardConsumers];  // whether some of its scores need careful_weight, or are hidden
     int64_t mask_row[kGeneral ? kStages : 1][kGeneral ? kM : 1];  // where a stage's queries begin in the mask
     uint32_t head[kGeneral ? kStages : 1];                        // whose they are
     Work work[kWorks];
-    uint64_t key_full[kPlaces];   // TMA arrives with the bytes of keys and
-                                  // values; the consumers wait
-    uint64_t key_empty[kPlaces];  // the consumers' warps arrive; the producer waits
-    uint64_t full[kStages],
-        empty[kStages];           // the same of queries and their gradients
-    uint64_t grad_full[kStages];  // by roles, of the gradients
-    uint64_t weights_full[4],
-        weights_empty[4];  // of a warp's weights, and of the other role's warp
+    uint64_t key_full[kPlaces];                  // TMA arrives with the bytes of keys and values; the consumers wait
+    uint64_t key_empty[kPlaces];                 // the consumers' warps arrive; the producer waits
+    uint64_t full[kStages], empty[kStages];      // the same of queries and their gradients
+    uint64_t grad_full[kStages];                 // by roles, of the gradients
+    uint64_t weights_full[4], weights_empty[4];  // of a warp's weights, and of the other role's warp
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
 
-// scores: products of keys with queries -> P times weight_scale. first_row: of
-// the consumer's keys in the tile.
+// scores: products of keys with queries -> P times weight_scale. first_row: of the consumer's keys in the tile.
 template <class Tile, bool kCareful, int kScores>
 __device__ __forceinline__ void column_weights(float (&scores)[kScores], const RowsBackwardParams& p,
                                                const typename Tile::Shared& shared, int slot, const typename Tile::Work& work,
                                                int first_row) {
   const Exponents<typename Tile::T> exponents = {p};
   const int col = threadIdx.x % 4 * 2;
-  int from_key = 8;  // of this thread's first query: from its first key; the
-                     // other key is 8 further
+  int from_key = 8;  // of this thread's first query: from its first key; the other key is 8 further
   if (kCareful && p.sequence.causal) {
     from_key = shared.block[slot] * Tile::kM + col - work.key - first_row - threadIdx.x / 32 % 4 * 16 - threadIdx.x % 32 / 4;
   }

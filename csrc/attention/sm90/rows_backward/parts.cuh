@@ -1,5 +1,4 @@
-// What the row and the column kernel of the backward have in common: the values
-// of a query, products, the way of a gradient out.
+// What the row and the column kernel of the backward have in common: the values of a query, products, the way of a gradient out.
 #pragma once
 
 #include "attention/sm90/pipeline/backward.h"
@@ -16,16 +15,12 @@
 namespace attention_ext {
 
 struct RowsBackwardMaps {
-  CUtensorMap query, key, value,
-      grad_out;  // boxes of a tile of the one pair and of a block of the other
+  CUtensorMap query, key, value, grad_out;  // boxes of a tile of the one pair and of a block of the other
 };
 
-// In which order the CTAs take the tiles: section after section of heads, in a
-// section the longest tiles of all heads first.
+// In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
 struct RowsBackwardOrder {
-  uint32_t tiles, tiles_of_head,
-      heads_of_section;  // 1: the tiles of a head are adjacent
-
+  uint32_t tiles, tiles_of_head, heads_of_section;  // 1: the tiles of a head are adjacent
   struct Place {
     uint32_t head, tile;  // tile: the n-th longest of the head
   };
@@ -39,16 +34,14 @@ struct RowsBackwardOrder {
 
 constexpr int kRowsBackwardConsumers = 2;  // warpgroups that multiply; one more loads
 constexpr int kRowsBackwardThreads = 128 * (kRowsBackwardConsumers + 1);
-// Of the 168 that each of 384 threads begins with: nothing that is given
-// exceeds it. Roles need fewer, and their producer more.
+// Of the 168 that each of 384 threads begins with: nothing that is given exceeds it. Roles need fewer, and their producer more.
 constexpr int rows_backward_consumer_registers(bool roles) { return roles ? 232 : 240; }
 constexpr int rows_backward_producer_registers(bool roles) { return roles ? 40 : 24; }
 static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(false) + rows_backward_producer_registers(false) <=
               504);
 static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(true) + rows_backward_producer_registers(true) <= 504);
 
-// Turns of the consumers at issuing products, so that they stay out of step.
-// All take as many.
+// Turns of the consumers at issuing products, so that they stay out of step. All take as many.
 template <bool kTurns>
 struct Turns {
   static constexpr int kThreads = 128 * kRowsBackwardConsumers;
@@ -65,18 +58,15 @@ struct Turns {
   }
 };
 
-// A probability is P = 2^(product * unit + offset) times weight_scale. Of a
-// query with a large log-sum-exp, or where the scale is none to multiply
-// exponents by, it is 2^((product * scale - lse) * log2 e + offset): the
-// difference first.
+// A probability is P = 2^(product * unit + offset) times weight_scale. Of a query with a large log-sum-exp, or where the scale is
+// none to multiply exponents by, it is 2^((product * scale - lse) * log2 e + offset): the difference first.
 template <class T>
 struct Exponents {
   static constexpr float kWeightScale = weight_scale(kDataType<T>), kUnscale = 1.0f / kWeightScale;
   static constexpr float kShift = kWeightScale == 1.0f ? 0.0f : 8.0f;
   static_assert(kWeightScale == 1.0f || kWeightScale == 256.0f, "2 to the power of kShift");
 
-  // Of a query: `delta` is what is added to dP * kUnscale. Queries that do not
-  // exist or see no key have an offset of -inf.
+  // Of a query: `delta` is what is added to dP * kUnscale. Queries that do not exist or see no key have an offset of -inf.
   struct Row {
     float lse, offset, delta;
   };
@@ -101,8 +91,7 @@ struct Exponents {
     return of;
   }
 
-  // Under a mask, where all rows have the difference: 2^((score - lse) * log2 e
-  // + offset).
+  // Under a mask, where all rows have the difference: 2^((score - lse) * log2 e + offset).
   static __device__ __forceinline__ float weight_of_score(float score, float lse, float offset) {
     return exp2_approx(fmaf(score - lse, kLog2E, offset));
   }
@@ -117,8 +106,7 @@ struct Exponents {
   }
 };
 
-// d = A . B^T begun, of `kSteps` boxes of 64 columns each: 64 rows of A, in
-// boxes of kRowsA rows, from s_a on.
+// d = A . B^T begun, of `kSteps` boxes of 64 columns each: 64 rows of A, in boxes of kRowsA rows, from s_a on.
 template <class T, int kSteps, int kRowsA, int kRowsB, int kCount>
 __device__ __forceinline__ void multiply_rows(float (&d)[kCount], uint32_t s_a, uint32_t s_b) {
   const uint64_t a = matrix_descriptor(s_a, 1024, 0), b = matrix_descriptor(s_b, 1024, 0);
@@ -129,8 +117,7 @@ __device__ __forceinline__ void multiply_rows(float (&d)[kCount], uint32_t s_a, 
   wgmma_commit();
 }
 
-// sums += A . B begun: A 64 rows in registers, B as many rows as A has columns,
-// in boxes of so many rows by 64 columns.
+// sums += A . B begun: A 64 rows in registers, B as many rows as A has columns, in boxes of so many rows by 64 columns.
 template <class T, int kSlices, int kParts, int kCount>
 __device__ __forceinline__ void add_product(float (&sums)[kParts][kCount], const uint32_t (&a)[kSlices][4], uint32_t s_b) {
   constexpr int kBoxBytes = kSlices * 16 * 128;
@@ -153,9 +140,8 @@ __device__ __forceinline__ void pack(uint32_t (&a)[kSlices][4], const float (&d)
   for (int i = 0; i < kCount / 2; ++i) a[i / 4][i % 4] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Writes a warp's 16 rows of a gradient, of which `rows` exist, times `factor`;
-// from row `seen` on 0. first: the place of the first row in the view. s_strip:
-// 2 KB of the warp's own, on a 1024-byte boundary.
+// Writes a warp's 16 rows of a gradient, of which `rows` exist, times `factor`; from row `seen` on 0. first: the place of the first
+// row in the view. s_strip: 2 KB of the warp's own, on a 1024-byte boundary.
 template <class T, int kParts, int kCount>
 __device__ __forceinline__ void store_grad(const float (&sums)[kParts][kCount], float factor, const MatrixView& view,
                                            int64_t first, int rows, int seen, int cols, bool wide, uint32_t s_strip) {

@@ -1,21 +1,13 @@
-// The row kernel of the backward: dQ = scale * dS K, where dS = P (dP - delta)
-// and dP = dO V^T.
+// The row kernel of the backward: dQ = scale * dS K, where dS = P (dP - delta) and dP = dO V^T.
 //
-// A CTA takes 128 queries of a head, 64 for each of two consumer warpgroups,
-// and walks over blocks of keys from the last one to the first. dS never leaves
-// registers: a result of wgmma lies there as a left operand of it does. Of
-// block j, after block j + 1:
-//   S_j = Q K_j^T, dP_j = dO V_j^T, dQ += dS_{j+1} K_{j+1} begin | S_j is
-//   there: P_j | dP_j is there: dS_j | dQ is there: packed
-// Above head dim 128 registers do not hold dS_{j+1} next to dP_j, and the ring
-// is short, so dQ is made first:
-//   dQ += dS_{j+1} K_{j+1}, S_j begin | dQ is there: K_{j+1} is free, dP_j
-//   begins | S_j is there: P_j | dP_j is there: dS_j, packed
-// A third warpgroup loads: a thread keys and values, in one ring, and a warp
-// queries with their gradients, a tile at a time, and what their exponents need
-// (Exponents::Row). CTAs stay and take tile after tile. Shared memory:
-// RowGradTile::Shared. Registers: 240 a consumer thread (dQ, S and dP, dS: 32,
-// 128, 32; 64, 96, 24; 96 or 128, 64).
+// A CTA takes 128 queries of a head, 64 for each of two consumer warpgroups, and walks over blocks of keys from the last one to the
+// first. dS never leaves registers: a result of wgmma lies there as a left operand of it does. Of block j, after block j + 1:
+//   S_j = Q K_j^T, dP_j = dO V_j^T, dQ += dS_{j+1} K_{j+1} begin | S_j is there: P_j | dP_j is there: dS_j | dQ is there: packed
+// Above head dim 128 registers do not hold dS_{j+1} next to dP_j, and the ring is short, so dQ is made first:
+//   dQ += dS_{j+1} K_{j+1}, S_j begin | dQ is there: K_{j+1} is free, dP_j begins | S_j is there: P_j | dP_j is there: dS_j, packed
+// A third warpgroup loads: a thread keys and values, in one ring, and a warp queries with their gradients, a tile at a time, and
+// what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
+// Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ, S and dP, dS: 32, 128, 32; 64, 96, 24; 96 or 128, 64).
 #pragma once
 
 #include "attention/sm90/rows_backward/row_producer.cuh"
@@ -78,9 +70,7 @@ class RowGradConsumer {
  private:
   static constexpr int kScores = Tile::kN / 2;
   static constexpr int kSlices = Tile::kN / 16;  // of a block, each the k of one product with keys
-  static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2,
-                       kParts = Tile::kSteps / kPartSteps;  // of dQ, by instruction
-
+  static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dQ, by instruction
   __device__ __forceinline__ void wait(const RingPlace<Tile::kSlots>& place) const {
     mbarrier_wait(shared_address(&shared_.full[place.slot]), place.parity);
   }
@@ -98,8 +88,7 @@ class RowGradConsumer {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) pin_registers(query_grad_[part]);
   }
-  // Keys that a query of the tile sees, and queries after the last one as that
-  // one.
+  // Keys that a query of the tile sees, and queries after the last one as that one.
   __device__ __forceinline__ int end_of_row(int row) const {
     return KeyRange{p_.sequence.causal, work_->keys}.end_of_row(work_->row + row);
   }
@@ -117,8 +106,7 @@ class RowGradConsumer {
     }
   }
 
-  // Keys from the batch row's last one on are not to be read, whatever memory
-  // holds there: a dS of 0 would not hide NaN.
+  // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
   __device__ __forceinline__ void clear_hidden_keys(int block) {
     const int seen = work_->keys - block * Tile::kN;
     if (p_.sequence.key_lengths == nullptr || seen >= Tile::kN) return;
@@ -126,9 +114,8 @@ class RowGradConsumer {
     clear_rows(shared_address(shared_.block[slot_.slot][0]), Tile::kSteps, Tile::kN, seen, kBarrierRowsOwn + consumer_);
   }
 
-  // A block of keys. kFirst: of the tile's. An operand in registers is made
-  // while no product is under way: ptxas would wait for each product on its
-  // own.
+  // A block of keys. kFirst: of the tile's. An operand in registers is made while no product is under way: ptxas would wait for
+  // each product on its own.
   template <bool kFirst>
   __device__ __forceinline__ void step(int block) {
     constexpr bool kAdds = !kFirst && !Tile::kAhead;    // dQ of the block before is made first
@@ -261,8 +248,7 @@ class RowGradConsumer {
   RingPlace<Tile::kSlots> slot_;     // of a block's keys, then of its values
   uint32_t place_;                   // of the tile's queries
   int before_;                       // slot of the keys of the block before
-  int row_;                          // of this thread's first element in the tile's scores; the other
-                                     // row is 8 below
+  int row_;                          // of this thread's first element in the tile's scores; the other row is 8 below
   float offset_[2], delta_[2];       // of the two rows
   float query_grad_[kParts][32 * kPartSteps];
   float scores_[kScores], weight_grads_[kScores];
@@ -276,8 +262,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128,
-                                    0);  // uniform, as the compiler should know
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
   constexpr int kArrivals = 4 * kRowsBackwardConsumers;
   if (threadIdx.x < Tile::kSlots) {
     mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
@@ -302,8 +287,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
     RowGradConsumer<Tile>(p, shared, warpgroup).run(order);
   }
 #else
-  __trap();  // never launched: an image for another card must not return what
-             // nobody wrote
+  __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
 }
 

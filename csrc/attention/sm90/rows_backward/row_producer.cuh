@@ -37,12 +37,10 @@ struct RowGradTile {
     alignas(1024) T grad_out[kPlaces][kSteps][kM * kStep];
     alignas(1024) T block[kSlots][kSteps][kN * kStep];  // a block's keys, its values, the next one's keys
     alignas(1024) T strip[kOwnStrips ? kRowsBackwardConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 8];  // of each warp
-    float lse[kPlaces][kM], offset[kPlaces][kM],
-        delta[kPlaces][kM];                                       // Exponents::Row of a tile's queries
-    int64_t mask_row[kGeneral ? kPlaces : 1][kGeneral ? kM : 1];  // where they begin in the mask
+    float lse[kPlaces][kM], offset[kPlaces][kM], delta[kPlaces][kM];  // Exponents::Row of a tile's queries
+    int64_t mask_row[kGeneral ? kPlaces : 1][kGeneral ? kM : 1];      // where they begin in the mask
     Work work[kWorks];
-    uint64_t query_full[kPlaces];          // TMA arrives with the bytes of queries and
-                                           // their gradients; the consumers wait
+    uint64_t query_full[kPlaces];          // TMA arrives with the bytes of queries and their gradients; the consumers wait
     uint64_t query_empty[kPlaces];         // the consumers' warps arrive; the producer waits
     uint64_t full[kSlots], empty[kSlots];  // the same of a slot
   };
@@ -113,8 +111,7 @@ __device__ __forceinline__ void load_queries(const RowsBackwardParams& p, const 
     bool careful = false;
 #pragma unroll
     for (int row = 0; row < Tile::kM; row += 32) {
-      if constexpr (Tile::kGeneral) {  // of the last query for those that do not
-                                       // exist
+      if constexpr (Tile::kGeneral) {  // of the last query for those that do not exist
         const int query = min(at.row + row + lane, static_cast<int>(p.L) - 1);
         shared.mask_row[place][row + lane] = mask + query * p.mask.row_stride;
       }
