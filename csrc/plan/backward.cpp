@@ -22,8 +22,7 @@ std::string rows_refuses(const Problem& p) {
   const std::string clause = sm90_backward_refuses(p);
   if (!clause.empty()) return clause;
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return "it takes head dims up to " + std::to_string(kMostRowsBackward);
-  if (p.mask != MaskType::kNone) return "it takes no mask";
-  if (p.dropout) return "it takes no dropout";
+  if (p.mask_grad) return "it makes no gradient of the mask";
   if (times(p.L, p.key_group) > kMostWgmmaKeys) {
     return "it loses precision beyond " + std::to_string(kMostWgmmaKeys) + " queries of a key head";
   }
@@ -53,7 +52,12 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700;
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;
   if (p.empty()) return kFirst;
-  const RowsBackwardShape shape = rows_backward_shape(rows_backward_class(p.E, p.Ev));
+  const bool masked = p.mask != MaskType::kNone;
+  const RowsBackwardShape shape = rows_backward_shape(rows_backward_class(p.E, p.Ev), masked || p.dropout);
+  // More for 1024 scores of a block, not fitted. The column kernel reads a bias an element at a time.
+  const int64_t more = (p.mask == MaskType::kBool ? 25 : masked ? 50 : 0) + (p.dropout ? 70 : 0);
+  const int64_t row_ns = shape.row_block_ns + kRowsBackwardTile * shape.row_keys * more / 1024,
+                col_ns = shape.col_block_ns + shape.col_keys * shape.col_queries * more / 1024;
   // Tiles of `tile` of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.
   const auto kernel = [&](int64_t heads, int64_t rows, int64_t tile, int64_t blocks, int64_t visible, int64_t block_ns) {
     const int64_t tiles = times(heads, ceil_div(rows, tile)), longest = kTile + times(blocks, block_ns);
@@ -62,10 +66,10 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   };
   const int64_t S = p.visible_keys(), key_blocks = ceil_div(S, shape.row_keys), query_blocks = ceil_div(p.L, shape.col_queries);
   const int64_t row = kernel(p.N, p.L, kRowsBackwardTile, key_blocks,
-                             visible_blocks(p.L, S, kRowsBackwardTile, shape.row_keys, p.causal), shape.row_block_ns);
+                             visible_blocks(p.L, S, kRowsBackwardTile, shape.row_keys, p.causal), row_ns);
   const int64_t column =
       kernel(p.N / p.key_group, p.S, shape.col_keys, times(p.key_group, query_blocks),
-             times(p.key_group, visible_blocks(p.L, S, shape.col_queries, shape.col_keys, p.causal)), shape.col_block_ns);
+             times(p.key_group, visible_blocks(p.L, S, shape.col_queries, shape.col_keys, p.causal)), col_ns);
   return std::min(kFirst + times(p.N, p.L, 4 * p.Ev) / kBytesPerNs + row + column, kMostCost);
 }
 

@@ -12,6 +12,7 @@
 // 32, which lie where dP does while that is not there).
 #pragma once
 
+#include "attention/sm90/rows_backward/column_general.cuh"
 #include "attention/sm90/rows_backward/column_roles.cuh"
 #include "attention/sm90/rows_backward/column_tile.cuh"
 #include "attention/visibility/key_range.cuh"
@@ -99,6 +100,7 @@ class ColumnProducer {
       shared_.offset[slot][lane + 32 * i] = rows[i].offset;
       shared_.delta[slot][lane + 32 * i] = rows[i].delta;
     }
+    if constexpr (Tile::kGeneral) find_mask_rows(n, query, slot);
     if (lane < kRowsBackwardConsumers) {
       // A query before a key does not see it; a consumer's last key is its 64th.
       const int last_key = key + (Tile::kRoles ? 0 : lane * 64) + 63;
@@ -121,6 +123,17 @@ class ColumnProducer {
       }
     }
     stage_.advance();
+  }
+
+  // Where they begin in the mask; those of queries that do not exist where the last one's does.
+  __device__ __forceinline__ void find_mask_rows(uint32_t n, int query, int slot) const {
+    const int lane = threadIdx.x % 32;
+    const int64_t mask = p_.mask_type == MaskType::kNone ? 0 : batch_offset(p_.batch, p_.mask, n, 0);
+#pragma unroll 1
+    for (int i = lane; i < Tile::kM; i += 32) {
+      shared_.mask_row[slot][i] = mask + min(query + i, static_cast<int>(p_.L) - 1) * p_.mask.row_stride;
+    }
+    if (lane == 0) shared_.head[slot] = n;
   }
 
   const RowsBackwardParams& p_;
@@ -176,7 +189,6 @@ class ColumnConsumer {
   static constexpr int kScores = Tile::kM / 2;
   static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or their gradients
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dK, by instruction
-
   __device__ __forceinline__ void pin_grads() {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -217,14 +229,27 @@ class ColumnConsumer {
     wgmma_fence();
     multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(weight_grads_, shared_address(shared_.value[place_][0]) + s_rows,
                                                        shared_address(shared_.grad_out[slot][0]));
-    if (careful) {
+    ColumnKept<kScores> kept;
+    bool dropping = false;
+    float factor = Exponents<T>::kUnscale;
+    if constexpr (Tile::kGeneral) {
+      column_weights_general<Tile>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
+      dropping = p_.dropout.seed != nullptr;
+      if (dropping) {
+        kept.draw(p_.dropout, shared_.head[slot], shared_.block[slot] * Tile::kM + static_cast<int>(threadIdx.x % 4) * 2,
+                  work_->key + consumer_ * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16);
+      }
+      factor *= p_.keep_factor;
+    } else if (careful) {
       column_weights<Tile, true>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
     } else {
       column_weights<Tile, false>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
     }
     wgmma_wait<0>();
     pin_registers(weight_grads_);
-    column_score_grads<Tile>(weight_grads_, scores_, shared_, slot, careful);
+    if (Tile::kGeneral && dropping) kept.apply(weight_grads_);
+    column_score_grads<Tile>(weight_grads_, scores_, shared_, slot, Tile::kGeneral || careful, factor);
+    if (Tile::kGeneral && dropping) kept.apply(scores_);
     pack<T>(weights_, scores_);
     pack<T>(score_grads_, weight_grads_);
     before_ = slot;
@@ -237,8 +262,9 @@ class ColumnConsumer {
     const uint32_t s_strip = shared_address(shared_.strip[threadIdx.x / 32]);
     store_grad<T>(key_grad_, p_.scale_factor, p_.grad_key, work.key_grad + warp_row * p_.grad_key.row_stride, rows, seen,
                   static_cast<int>(p_.E), p_.wide_grads, s_strip);
-    store_grad<T>(value_grad_, Exponents<T>::kUnscale, p_.grad_value, work.value_grad + warp_row * p_.grad_value.row_stride,
-                  rows, seen, static_cast<int>(p_.Ev), p_.wide_grads, s_strip);
+    store_grad<T>(value_grad_, Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale, p_.grad_value,
+                  work.value_grad + warp_row * p_.grad_value.row_stride, rows, seen, static_cast<int>(p_.Ev), p_.wide_grads,
+                  s_strip);
   }
 
   const RowsBackwardParams& p_;

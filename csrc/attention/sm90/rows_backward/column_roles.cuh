@@ -7,7 +7,7 @@
 // Registers: 128 or 96 of dV or dK, 32 or 48 of S or dP, half as many of P or dS.
 #pragma once
 
-#include "attention/sm90/rows_backward/column_tile.cuh"
+#include "attention/sm90/rows_backward/column_general.cuh"
 
 namespace attention_ext {
 
@@ -93,17 +93,28 @@ class ColumnRole {
     }
     wgmma_wait<0>();
     pin_registers(scores_);
+    const bool dropping = Tile::kGeneral && p_.dropout.seed != nullptr;
+    ColumnKept<kScores> kept;
+    if (dropping) {
+      kept.draw(p_.dropout, shared_.head[slot], shared_.block[slot] * Tile::kM + static_cast<int>(threadIdx.x % 4) * 2,
+                work_->key + static_cast<int>(threadIdx.x / 32 % 4) * 16);
+    }
     if constexpr (kOfKeys) {
+      if (dropping) kept.apply(scores_);
       float weights[kScores];
       take_weights(weights);
-      column_score_grads<Tile>(scores_, weights, shared_, slot, careful);
+      column_score_grads<Tile>(scores_, weights, shared_, slot, Tile::kGeneral || careful,
+                               Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale);
     } else {
-      if (careful) {
+      if constexpr (Tile::kGeneral) {
+        column_weights_general<Tile>(scores_, p_, shared_, slot, *work_, 0);
+      } else if (careful) {
         column_weights<Tile, true>(scores_, p_, shared_, slot, *work_, 0);
       } else {
         column_weights<Tile, false>(scores_, p_, shared_, slot, *work_, 0);
       }
       pass_weights();
+      if (dropping) kept.apply(scores_);
     }
     pack<T>(operand_, scores_);
     before_ = stage_;
@@ -143,8 +154,8 @@ class ColumnRole {
     const MatrixView& view = kOfKeys ? p_.grad_key : p_.grad_value;
     const int64_t first = (kOfKeys ? work.key_grad : work.value_grad) + warp_row * view.row_stride;
     const uint32_t s_strip = shared_address(kOfKeys ? shared_.value[place_][0] : shared_.key[place_][0]) + warp_row * 128;
-    store_grad<T>(sums_, kOfKeys ? p_.scale_factor : Exponents<T>::kUnscale, view, first, rows, seen,
-                  static_cast<int>(kOfKeys ? p_.E : p_.Ev), p_.wide_grads, s_strip);
+    store_grad<T>(sums_, kOfKeys ? p_.scale_factor : Exponents<T>::kUnscale * (Tile::kGeneral ? p_.keep_factor : 1.0f), view,
+                  first, rows, seen, static_cast<int>(kOfKeys ? p_.E : p_.Ev), p_.wide_grads, s_strip);
   }
 
   const RowsBackwardParams& p_;

@@ -5,10 +5,12 @@
 
 namespace attention_ext {
 
-template <class T_, int kClass>
+// kGeneral_: there is a mask or dropout.
+template <class T_, int kClass, bool kGeneral_>
 struct ColumnGradTile {
   using T = T_;
-  static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass);
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass, kGeneral);
   static constexpr int kN = kShape.col_keys;
   static constexpr bool kRoles = kShape.roles();
   static constexpr int kM = kShape.col_queries;
@@ -36,6 +38,8 @@ struct ColumnGradTile {
     alignas(16) float lse[kStages][kM], offset[kStages][kM], delta[kStages][kM];  // Exponents::Row of a stage's queries
     int block[kStages];                                                           // that a stage holds the queries of
     bool careful[kStages][kRowsBackwardConsumers];  // whether some of its scores need careful_weight, or are hidden
+    int64_t mask_row[kGeneral ? kStages : 1][kGeneral ? kM : 1];  // where a stage's queries begin in the mask
+    uint32_t head[kGeneral ? kStages : 1];                        // whose they are
     Work work[kWorks];
     uint64_t key_full[kPlaces];                  // TMA arrives with the bytes of keys and values; the consumers wait
     uint64_t key_empty[kPlaces];                 // the consumers' warps arrive; the producer waits
@@ -75,10 +79,10 @@ __device__ __forceinline__ void column_weights(float (&scores)[kScores], const R
   }
 }
 
-// grads: dP -> dS.
+// grads: dP -> dS. factor: of dP.
 template <class Tile, int kScores>
 __device__ __forceinline__ void column_score_grads(float (&grads)[kScores], const float (&weights)[kScores],
-                                                   const typename Tile::Shared& shared, int slot, bool careful) {
+                                                   const typename Tile::Shared& shared, int slot, bool careful, float factor) {
   const int col = threadIdx.x % 4 * 2;
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
@@ -86,7 +90,7 @@ __device__ __forceinline__ void column_score_grads(float (&grads)[kScores], cons
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& grad = grads[4 * i + e];
-      grad = weights[4 * i + e] * fmaf(grad, Exponents<typename Tile::T>::kUnscale, e % 2 == 0 ? delta.x : delta.y);
+      grad = weights[4 * i + e] * fmaf(grad, factor, e % 2 == 0 ? delta.x : delta.y);
     }
   }
   if (careful) {

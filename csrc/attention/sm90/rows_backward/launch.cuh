@@ -1,6 +1,7 @@
 // The launches that the head-dim classes of the row kernels' backward share.
 #pragma once
 
+#include "attention/pipeline/stage.h"
 #include "attention/sm90/rows_backward/column_kernel.cuh"
 #include "attention/sm90/rows_backward/row_kernel.cuh"
 #include "core/device_info.h"
@@ -42,15 +43,16 @@ cudaError_t launch_tiles(void (*kernel)(RowsBackwardParams, RowsBackwardMaps, Ro
   return cudaGetLastError();
 }
 
-template <int kClass>
+template <int kClass, bool kGeneral>
 cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream) {
   params.scale_factor = static_cast<float>(params.scale);
   params.unit = params.scale_factor * kLog2E;
-  params.differences = !scales_exponents(params.scale_factor);
+  params.differences = kGeneral || !scales_exponents(params.scale_factor);
+  params.keep_factor = static_cast<float>(kept_factor(params.dropout));
   const int64_t sms = current_device_info().sms, key_heads = params.N / params.key_group;
   return dispatch_half_type(params.type, [&](auto element) {
-    using ColumnTile = ColumnGradTile<decltype(element), kClass>;
-    using RowTile = RowGradTile<decltype(element), kClass>;
+    using ColumnTile = ColumnGradTile<decltype(element), kClass, kGeneral>;
+    using RowTile = RowGradTile<decltype(element), kClass, kGeneral>;
     RowsBackwardMaps maps;
     cudaError_t status = make_maps(maps, params, ColumnTile::kM, ColumnTile::kN);
     if (status != cudaSuccess) return status;
@@ -63,6 +65,12 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream)
     return launch_tiles<RowTile>(row_grad_kernel<RowTile>, params, maps,
                                  order_of(params, params.N, params.L, RowTile::kM, params.S, sms), sms, stream);
   });
+}
+
+template <int kClass>
+cudaError_t launch_rows_backward(const RowsBackwardParams& params, cudaStream_t stream) {
+  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr;
+  return general ? launch_rows_backward<kClass, true>(params, stream) : launch_rows_backward<kClass, false>(params, stream);
 }
 
 }  // namespace attention_ext

@@ -21,7 +21,6 @@ struct RowsBackwardMaps {
 // In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
 struct RowsBackwardOrder {
   uint32_t tiles, tiles_of_head, heads_of_section;  // 1: the tiles of a head are adjacent
-
   struct Place {
     uint32_t head, tile;  // tile: the n-th longest of the head
   };
@@ -38,7 +37,8 @@ constexpr int kRowsBackwardThreads = 128 * (kRowsBackwardConsumers + 1);
 // Of the 168 that each of 384 threads begins with: nothing that is given exceeds it. Roles need fewer, and their producer more.
 constexpr int rows_backward_consumer_registers(bool roles) { return roles ? 232 : 240; }
 constexpr int rows_backward_producer_registers(bool roles) { return roles ? 40 : 24; }
-static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(false) + rows_backward_producer_registers(false) <= 504);
+static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(false) + rows_backward_producer_registers(false) <=
+              504);
 static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(true) + rows_backward_producer_registers(true) <= 504);
 
 // Turns of the consumers at issuing products, so that they stay out of step. All take as many.
@@ -91,6 +91,10 @@ struct Exponents {
     return of;
   }
 
+  // Under a mask, where all rows have the difference: 2^((score - lse) * log2 e + offset).
+  static __device__ __forceinline__ float weight_of_score(float score, float lse, float offset) {
+    return exp2_approx(fmaf(score - lse, kLog2E, offset));
+  }
   __device__ __forceinline__ float weight(float product, float offset) const {
     return exp2_approx(fmaf(product, p.unit, offset));
   }

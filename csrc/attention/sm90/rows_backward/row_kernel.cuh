@@ -10,139 +10,13 @@
 // Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ, S and dP, dS: 32, 128, 32; 64, 96, 24; 96 or 128, 64).
 #pragma once
 
-#include "attention/sm90/rows_backward/parts.cuh"
+#include "attention/sm90/rows_backward/row_producer.cuh"
 #include "attention/visibility/key_range.cuh"
-#include "device/sm90/tma.cuh"
+#include "attention/visibility/score_modifier.cuh"
+#include "device/common/random.cuh"
 #include "gemm/sm90/clear_rows.cuh"
 
 namespace attention_ext {
-
-template <class T_, int kClass>
-struct RowGradTile {
-  using T = T_;
-  static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass);
-  static constexpr int kM = kRowsBackwardTile;  // queries
-  static constexpr int kN = kShape.row_keys;
-  static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
-  static constexpr int kSteps = kShape.steps;
-  static constexpr int kPlaces = kShape.row_places, kSlots = kShape.row_slots;
-  static constexpr bool kAhead = kShape.row_ahead;
-  static constexpr bool kOwnStrips = kSteps <= 2;  // else a gradient leaves through the place of its queries
-
-  // What a tile is. It stays in shared memory, as registers are scarce.
-  struct Work {
-    int row, keys;       // the first query; the keys that any of them sees
-    bool careful;        // whether some need careful_weight
-    int64_t query_grad;  // where the first one lies
-  };
-  static constexpr int kWorks = kPlaces + 1;  // the consumers may still be in the tile before
-
-  // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
-  struct Shared {
-    alignas(1024) T query[kPlaces][kSteps][kM * kStep];
-    alignas(1024) T grad_out[kPlaces][kSteps][kM * kStep];
-    alignas(1024) T block[kSlots][kSteps][kN * kStep];  // a block's keys, its values, the next one's keys
-    alignas(1024) T strip[kOwnStrips ? kRowsBackwardConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 8];  // of each warp
-    float lse[kPlaces][kM], offset[kPlaces][kM], delta[kPlaces][kM];  // Exponents::Row of a tile's queries
-    Work work[kWorks];
-    uint64_t query_full[kPlaces];          // TMA arrives with the bytes of queries and their gradients; the consumers wait
-    uint64_t query_empty[kPlaces];         // the consumers' warps arrive; the producer waits
-    uint64_t full[kSlots], empty[kSlots];  // the same of a slot
-  };
-  static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
-};
-
-// What a tile of the order is.
-template <class Tile>
-struct RowGradPlace {
-  uint32_t n;
-  int row, keys;
-
-  __device__ __forceinline__ RowGradPlace(const RowsBackwardParams& p, const RowsBackwardOrder& order, uint32_t place) {
-    const auto at = order.at(place);
-    n = at.head;
-    row = static_cast<int>(order.tiles_of_head - 1 - at.tile) * Tile::kM;
-    keys = key_range(p.sequence, n, p.S).end_of_tile(row, min(Tile::kM, static_cast<int>(p.L) - row));
-  }
-};
-
-// Loads keys and values. One thread.
-template <class Tile>
-__device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
-                                          typename Tile::Shared& shared, const RowsBackwardOrder& order) {
-  RingPlace<Tile::kSlots> slot;
-  RowsPlaces places(order.tiles);
-#pragma unroll 1
-  while (places.next()) {
-    const RowGradPlace<Tile> at(p, order, places.place());
-    TensorPosition key, value;
-    set_batch(key, p.batch, p.key, at.n);
-    set_batch(value, p.batch, p.value, at.n);
-#pragma unroll 1
-    for (int block = (at.keys + Tile::kN - 1) / Tile::kN - 1; block >= 0; --block) {
-      const auto load = [&](const CUtensorMap& map, TensorPosition& box) {
-        mbarrier_wait(shared_address(&shared.empty[slot.slot]), slot.parity ^ 1);
-        const uint32_t s_full = shared_address(&shared.full[slot.slot]);
-        mbarrier_arrive_expect_bytes(s_full, sizeof(shared.block[0]));
-        box.at[1] = block * Tile::kN;
-#pragma unroll
-        for (int step = 0; step < Tile::kSteps; ++step) {
-          box.at[0] = step * Tile::kStep;
-          tma_load(shared_address(shared.block[slot.slot][step]), &map, box, s_full);
-        }
-        slot.advance();
-      };
-      load(maps.key, key);
-      load(maps.value, value);
-    }
-  }
-}
-
-// Loads queries with their gradients, and says what a tile is. One warp.
-template <class Tile>
-__device__ __forceinline__ void load_queries(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
-                                             typename Tile::Shared& shared, const RowsBackwardOrder& order) {
-  const Exponents<typename Tile::T> exponents = {p};
-  RowsPlaces places(order.tiles);
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  while (places.next()) {
-    const RowGradPlace<Tile> at(p, order, places.place());
-    const uint32_t place = places.template query<Tile::kPlaces>();
-    mbarrier_wait(shared_address(&shared.query_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
-    const float* g_lse = static_cast<const float*>(p.lse.data) + batch_offset(p.batch, p.lse, at.n, 0);
-    bool careful = false;
-#pragma unroll
-    for (int row = 0; row < Tile::kM; row += 32) {
-      const auto values = exponents.row(g_lse, static_cast<int64_t>(at.n) * p.L, at.row + row + lane);
-      shared.lse[place][row + lane] = values.lse;
-      shared.offset[place][row + lane] = values.offset;
-      shared.delta[place][row + lane] = values.delta;
-      careful = careful || exponents.careful(values.lse);
-    }
-    careful = __any_sync(0xffffffffu, careful);
-    __syncwarp();  // all lanes' values are there before one of them arrives
-    if (elect_thread()) {
-      shared.work[places.round() % Tile::kWorks] = {
-          at.row, at.keys, careful, batch_offset(p.batch, p.grad_query, at.n, 0) + at.row * p.grad_query.row_stride};
-      const uint32_t s_full = shared_address(&shared.query_full[place]);
-      mbarrier_arrive_expect_bytes(s_full, sizeof(shared.query[0]) + sizeof(shared.grad_out[0]));
-      const auto load = [&](auto& to, const CUtensorMap& map, const MatrixView& view) {
-        TensorPosition box;
-        box.at[1] = at.row;
-        set_batch(box, p.batch, view, at.n);
-#pragma unroll 1
-        for (int step = 0; step < Tile::kSteps; ++step) {
-          box.at[0] = step * Tile::kStep;
-          tma_load(shared_address(to[step]), &map, box, s_full);
-        }
-      };
-      load(shared.query[place], maps.query, p.query);
-      load(shared.grad_out[place], maps.grad_out, p.grad_out);
-    }
-    __syncwarp();
-  }
-}
 
 // One consumer warpgroup.
 template <class Tile>
@@ -197,7 +71,6 @@ class RowGradConsumer {
   static constexpr int kScores = Tile::kN / 2;
   static constexpr int kSlices = Tile::kN / 16;  // of a block, each the k of one product with keys
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dQ, by instruction
-
   __device__ __forceinline__ void wait(const RingPlace<Tile::kSlots>& place) const {
     mbarrier_wait(shared_address(&shared_.full[place.slot]), place.parity);
   }
@@ -250,7 +123,7 @@ class RowGradConsumer {
     const uint32_t s_rows = consumer_ * 64 * 128;
     const int key = slot_.slot;
     // A warpgroup's first query sees the fewest keys.
-    const bool careful = work_->careful || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
+    const bool careful = Tile::kGeneral || work_->careful || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
     if constexpr (!kAdds) wait(slot_);
     turns_.take();
     wgmma_fence();
@@ -280,7 +153,9 @@ class RowGradConsumer {
     }
     wgmma_wait<1 + kUnderWay>();
     pin_registers(scores_);
-    if (careful) {
+    if constexpr (Tile::kGeneral) {
+      make_weights_general(block);
+    } else if (careful) {
       make_weights<true>(block);
     } else {
       make_weights<false>(block);
@@ -288,9 +163,14 @@ class RowGradConsumer {
     wgmma_wait<kUnderWay>();
     pin_registers(weight_grads_);
     release(value);
+    float factor = Exponents<T>::kUnscale;
+    if constexpr (Tile::kGeneral) {
+      if (p_.dropout.seed != nullptr) drop(block);
+      factor *= p_.keep_factor;
+    }
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
-      weight_grads_[i] = scores_[i] * fmaf(weight_grads_[i], Exponents<T>::kUnscale, delta_[i / 2 % 2]);
+      weight_grads_[i] = scores_[i] * fmaf(weight_grads_[i], factor, delta_[i / 2 % 2]);
     }
     if (careful) {
 #pragma unroll
@@ -327,6 +207,35 @@ class RowGradConsumer {
           }
         }
       }
+    }
+  }
+
+  // Under a mask.
+  __device__ __forceinline__ void make_weights_general(int block) {
+    const int first = block * Tile::kN + threadIdx.x % 4 * 2;  // this thread's first key
+    const auto mask_row = [&](int half) { return shared_.mask_row[place_][row_ + 8 * half]; };
+    scale_and_mask<T>(scores_, p_.scale_factor, p_.mask, p_.mask_type, mask_row, first, work_->keys);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float lse = shared_.lse[place_][row_ + 8 * half];
+      const int seen = end_of_row(row_ + 8 * half) - first;
+#pragma unroll
+      for (int i = 2 * half; i < kScores; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float weight = Exponents<T>::weight_of_score(scores_[i + e], lse, offset_[half]);
+          scores_[i + e] = i / 4 * 8 + e < seen ? weight : 0.0f;
+        }
+      }
+    }
+  }
+
+  // weight_grads_: dP, 0 where dropout has dropped P.
+  __device__ __forceinline__ void drop(int block) {
+    const int64_t seed = *p_.dropout.seed;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      drop_fragment(weight_grads_, half, p_.dropout, seed, work_->n, work_->row + row_ + 8 * half, block * (Tile::kN / 4));
     }
   }
 

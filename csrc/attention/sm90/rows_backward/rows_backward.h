@@ -14,7 +14,8 @@ struct RowsBackwardParams : BackwardParams {
   const float* norm;   // (N, L), of rows with a large log-sum-exp: factors of their probabilities
   float unit;          // scale * log2 e: of exponents
   float scale_factor;  // scale
-  bool differences;    // whether it is none to multiply exponents by
+  float keep_factor;   // of what dropout keeps
+  bool differences;    // whether scores are subtracted from before they are exponents: the scale is none to multiply these by
 };
 
 cudaError_t rows_backward_64(const RowsBackwardParams& params, cudaStream_t stream);

@@ -1,0 +1,127 @@
+// Masks and dropout as the column kernel sees them: a thread's scores are pairs of adjacent queries, 8 apart, of two keys, 8 apart:
+// x[4 i + e] is query 8 i + e % 2 of the thread's, key 8 (e / 2).
+#pragma once
+
+#include <type_traits>
+
+#include "attention/sm90/rows_backward/column_tile.cuh"
+#include "attention/visibility/score_modifier.cuh"
+#include "device/common/random.cuh"
+#include "device/sm90/warpgroup.cuh"
+
+namespace attention_ext {
+
+// -inf where a mask of bytes hides a key: a lane reads the warp's 16 keys of a query at once. g_key: the warp's first key in the
+// mask, whose rows begin at rows[] and are on 16-byte boundaries.
+template <int kScores>
+__device__ __forceinline__ void mask_columns(float (&x)[kScores], const uint8_t* g_key, const int64_t* rows) {
+  const int lane = threadIdx.x % 32;
+  static_assert(kScores % 16 == 0, "32 queries at a time");
+#pragma unroll
+  for (int part = 0; part < kScores / 16; ++part) {
+    const uint32_t own = bits_of_bytes(*reinterpret_cast<const uint4*>(g_key + rows[part * 32 + lane]));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const uint32_t bits = __shfl_sync(0xffffffffu, own, 8 * i + lane % 4 * 2 + e) >> lane / 4;
+        if ((bits & 1) == 0) x[part * 16 + 4 * i + e] = negative_infinity(0.0f);
+        if ((bits & 0x100) == 0) x[part * 16 + 4 * i + 2 + e] = negative_infinity(0.0f);
+      }
+    }
+  }
+}
+
+// The same of any mask, or its sum: g_key: the thread's first key; `seen` keys exist from there on; rows: of the thread's queries.
+template <class Stored, int kScores>
+__device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* g_key, const int64_t* rows, int64_t col_stride,
+                                             int seen) {
+#pragma unroll
+  for (int i = 0; i < kScores / 4; ++i) {
+    if (i % 2 == 0) keep_order();  // eight loads in flight; the compiler would take registers for all
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const Stored* g_query = g_key + rows[8 * i + e];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (8 * half >= seen) continue;
+        float& score = x[4 * i + 2 * half + e];
+        const Stored stored = g_query[8 * half * col_stride];
+        if constexpr (std::is_same_v<Stored, uint8_t>) {
+          if (!mask_shows(stored)) score = negative_infinity(0.0f);
+        } else {
+          score += static_cast<float>(to_accumulator(stored));
+        }
+      }
+    }
+  }
+}
+
+// column_weights under a mask, or without one: the difference of score and log-sum-exp first.
+template <class Tile, int kScores>
+__device__ __forceinline__ void column_weights_general(float (&scores)[kScores], const RowsBackwardParams& p,
+                                                       const typename Tile::Shared& shared, int slot,
+                                                       const typename Tile::Work& work, int first_row) {
+  const int lane = threadIdx.x % 32, col = lane % 4 * 2;
+  const int warp_key = work.key + first_row + threadIdx.x / 32 % 4 * 16, key = warp_key + lane / 4;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) scores[i] = __fmul_rn(scores[i], p.scale_factor);
+  visit_mask<typename Tile::T>(p.mask, p.mask_type, [&](auto* g_mask) {
+    using Stored = std::remove_cv_t<std::remove_pointer_t<decltype(g_mask)>>;
+    if constexpr (std::is_same_v<Stored, uint8_t>) {
+      if (p.mask.vector && warp_key + 16 <= work.keys) {
+        mask_columns(scores, g_mask + warp_key, shared.mask_row[slot]);
+        return;
+      }
+    }
+    mask_columns(scores, g_mask + key * p.mask.col_stride, &shared.mask_row[slot][col], p.mask.col_stride, work.keys - key);
+  });
+  const int from_key = p.sequence.causal ? shared.block[slot] * Tile::kM + col - key : 8;
+#pragma unroll
+  for (int i = 0; i < kScores / 4; ++i) {
+    const float2 offset = *reinterpret_cast<const float2*>(&shared.offset[slot][col + 8 * i]);
+    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[slot][col + 8 * i]);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float weight = Exponents<typename Tile::T>::weight_of_score(scores[4 * i + e], e % 2 == 0 ? lse.x : lse.y,
+                                                                        e % 2 == 0 ? offset.x : offset.y);
+      scores[4 * i + e] = 8 * i + e % 2 + from_key < e / 2 * 8 ? 0.0f : weight;
+    }
+  }
+}
+
+// Which of a thread's elements dropout keeps, a bit each.
+template <int kScores>
+struct ColumnKept {
+  uint32_t word[(kScores + 31) / 32];
+
+  // Four adjacent keys of a query are drawn at once, and four lanes have one of them each, of four pairs of a query and such keys:
+  // each lane draws for one pair. n: the query's head; query: the thread's first one; warp_key: a multiple of 16. All lanes.
+  __device__ __forceinline__ void draw(const Dropout& dropout, uint32_t n, int query, int warp_key) {
+    const int64_t seed = *dropout.seed;
+    const int lane = threadIdx.x % 32, own = lane / 4 % 4;
+    const int quad = warp_key / 4 + own / 2 * 2 + lane / 16;
+#pragma unroll
+    for (int part = 0; part < (kScores + 31) / 32; ++part) {
+      uint32_t drawn = 0;
+#pragma unroll 2
+      for (int i = 0; i < (kScores - part * 32 < 32 ? (kScores - part * 32) / 4 : 8); ++i) {
+        drawn |= kept_of_quad(dropout, seed, n, query + 8 * (part * 8 + i) + own % 2, quad) << 4 * i;
+      }
+      word[part] = 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const uint32_t theirs = __shfl_sync(0xffffffffu, drawn, (lane & ~12) | 4 * e);
+        word[part] |= (theirs >> own & 0x11111111u) << e;
+      }
+    }
+  }
+  __device__ __forceinline__ void apply(float (&x)[kScores]) const {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      if ((word[i / 32] >> i % 32 & 1) == 0) x[i] = 0.0f;
+    }
+  }
+};
+
+}  // namespace attention_ext
