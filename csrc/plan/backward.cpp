@@ -94,8 +94,8 @@ std::string split_half_backward_refuses(const Problem& p) {
 int64_t split_half_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   if (!split_half_refuses(p).empty()) return kNoCost;
   const SplitHalfBackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal};
-  const SplitHalfBackwardSlices slices = split_half_backward_slices(sizes, cap, card.sms);
-  return slices.bytes <= cap ? std::min(slices.ns, kMostCost) : kMostCost;  // the pipeline needs less
+  const SplitHalfBackwardPlan plan = plan_split_half_backward(sizes, cap, card.sms);
+  return plan.bytes <= cap ? std::min(plan.ns, kMostCost) : kMostCost;  // the pipeline needs less
 }
 
 }  // namespace
@@ -104,8 +104,7 @@ const BackwardTable kBackwardKernels = {{
     {"pipeline", 0, [](const Problem&) { return std::string(); }, nullptr, nullptr, pipeline_backward_cost},
     {"sm90_256", 90, rows_refuses, nullptr, nullptr, rows_backward_cost},
     {"sm90_pipeline", 90, wgmma_refuses, nullptr, nullptr, wgmma_backward_cost},
-    {"sm90_split_half", 90, split_half_backward_refuses, split_half_yields, nullptr,
-     split_half_backward_cost},
+    {"sm90_split_half", 90, split_half_backward_refuses, split_half_yields, nullptr, split_half_backward_cost},
 }};
 
 }  // namespace attention_ext

@@ -1,9 +1,10 @@
-// How the backward of float32 attention by half terms is cut into slices of matrices or of rows, with all keys that a row sees, and
-// the workspace that a slice takes. Pure host code, shared with the plan.
+// How the backward of float32 attention by half terms is cut into slices of matrices and of rows, with all keys that a row sees,
+// and the workspace that a slice takes. Pure host code, shared with the plan.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "core/arithmetic.h"
 #include "core/slice.h"
@@ -17,116 +18,252 @@ struct SplitHalfBackwardSizes {
   int64_t group;  // query heads per head of key and of value
   bool causal;
 
-  int64_t keys() const { return causal ? std::min(S, L) : S; }  // that any row sees
+  int64_t keys_of_rows(int64_t end) const { return causal ? std::min(S, end) : S; }  // that rows before `end` see
+  int64_t keys() const { return keys_of_rows(L); }
 };
 
-// Bytes from the workspace's beginning: facts and marks of all matrices, the ticket, and numbers of all rows for what is made anew,
-// which outlast slices; then a slice's arrays. Gradients that span slices are carried in the gradients themselves.
+// Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting, and into how many parts.
+struct SplitHalfGradientParts {
+  bool of_rows, of_keys;  // those of dQ; those of dK and dV
+  int64_t count;
+};
+
+// The slices of a range of rows: of so many matrices each, and the bytes from the workspace's beginning: facts and marks of all
+// matrices, the ticket and its like, and numbers of all rows for what is made anew, which outlast slices; then a slice's arrays.
+// Gradients that span slices are carried in the gradients themselves.
 struct SplitHalfBackwardSlices {
-  int64_t matrices,
-      rows;      // of a slice: whole matrices (rows = L), whole groups or an equal part of one; else rows of one matrix
-  int64_t keys;  // of a piece: terms of key and value that there are at a time
+  int64_t row_begin, rows;
+  int64_t matrices;  // with all rows whole groups or an equal part of one
+  int64_t all_keys;  // that these rows see
+  int64_t keys;      // of a piece: terms of key and value that there are at a time
   int64_t key_matrices;
   int64_t pitch;  // of scores
-  int64_t marks_at, largest_at, ticket_at, exact_at, query_at, grad_out_at, key_at, value_at, exponents_at, weights_at, grads_at,
-      segments_at, row_values_at, tiles_at;
-  int64_t cleared;  // of these, before the first slice
+  int64_t marks_at, largest_at, ticket_at, exact_at, parts_at, query_at, grad_out_at, key_at, value_at, exponents_at,
+      weights_at, grads_at, segments_at, row_values_at, tiles_at;
+  int64_t cleared;     // of these, before the first slice
+  int64_t part_bytes;  // of counts of parts, cleared as well
+  SplitHalfGradientParts parts;
   int64_t bytes;
-  int64_t ns;  // estimated, of all slices
+  int64_t ns;  // estimated, of all the range's slices
 
   int64_t row_blocks() const { return matrices * ceil_div(rows, kSegment); }
   int64_t key_blocks() const { return key_matrices * ceil_div(keys, kSegment); }
   int64_t tiles() const { return row_blocks() * (pitch / kSegment); }
 };
 
-inline SplitHalfBackwardSlices split_half_backward_slice(const SplitHalfBackwardSizes& sizes, int64_t matrices, int64_t rows,
-                                                         int64_t keys) {
-  SplitHalfBackwardSlices slices = {};
-  slices.matrices = matrices;
-  slices.rows = rows;
-  slices.keys = keys;
-  slices.key_matrices = ceil_div(matrices, sizes.group);
-  slices.pitch = round_up(sizes.keys(), kSegment);
-  int64_t at = 0;
-  const auto place = [&](int64_t bytes) {
-    const int64_t begin = at;
-    at = round_up(at + bytes, kWorkspaceAlignment);
-    return begin;
-  };
-  place(4 * sizes.N * kSplitHalfFactsBytes);
-  slices.marks_at = place(sizes.N);
-  slices.largest_at = place(4 * sizes.N);
-  slices.ticket_at = place(4);
-  slices.cleared = at;
-  slices.exact_at = place(times(sizes.N, sizes.L, 16));
-  slices.query_at = place(matrices * rows * slice_pitch(sizes.E) * 4);
-  slices.grad_out_at = place(matrices * rows * slice_pitch(sizes.Ev) * 4);
-  slices.key_at = place(slices.key_matrices * keys * slice_pitch(sizes.E) * 4);
-  slices.value_at = place(slices.key_matrices * keys * slice_pitch(sizes.Ev) * 4);
-  slices.exponents_at = place(2 * (slices.row_blocks() + slices.key_blocks()) * 4);
-  slices.weights_at = place(matrices * rows * slices.pitch * 4);
-  slices.grads_at = place(matrices * rows * slices.pitch * 4);
-  slices.segments_at = place(matrices * rows * (slices.pitch / kSegment) * 8);
-  slices.row_values_at = place(matrices * rows * 16);
-  slices.tiles_at = place(2 * slices.tiles() * 4);
-  slices.bytes = at;
-  return slices;
-}
+// In the order of rows, so that what is carried of a key has one order.
+struct SplitHalfBackwardPlan {
+  std::vector<SplitHalfBackwardSlices> ranges;
+  int64_t bytes, ns;
+};
 
-// Estimated ns of all slices, on a card with an H200's clock and memory. Not fitted.
-inline int64_t split_half_backward_ns(const SplitHalfBackwardSizes& sizes, const SplitHalfBackwardSlices& slices, int64_t sms) {
-  constexpr int64_t kStep = 1150, kScoreTile = 3000, kGradTile = 2500, kLaunch = 5000, kBytesPerNs = 2600, kL2BytesPerNs = 4500,
-                    kL2 = 40000000;
-  const int64_t L = slices.rows, S = sizes.keys(), m = slices.matrices, head = std::min(m, sizes.group);
-  const int64_t pieces = ceil_div(S, slices.keys), tile = kSplitHalfTile;
-  const int64_t E_steps = ceil_div(sizes.E, 64), Ev_steps = ceil_div(sizes.Ev, 64);
-  const int64_t E_tiles = ceil_div(sizes.E, tile), Ev_tiles = ceil_div(sizes.Ev, tile);
-  const auto seen = [&](int64_t all) { return sizes.causal ? all / 8 * 5 : all; };
-  const int64_t score_tiles = ceil_div(m * ceil_div(L, tile) * ceil_div(S, tile), sms);
-  const int64_t scores = times(score_tiles, (E_steps + Ev_steps) * kStep + 2 * kScoreTile);
-  const int64_t query_length = ceil_div(S, 64) * kStep + kGradTile, key_length = head * ceil_div(L, 64) * kStep + kGradTile;
-  const int64_t query_sums = m * ceil_div(L, tile) * E_tiles, key_sums = m / head * ceil_div(S, tile) * (E_tiles + Ev_tiles);
-  const int64_t gradients = makespan(query_sums, query_length, key_sums, key_length, sms);
-  const int64_t score_bytes = times(m, L, S * 40), score_rate = times(m, L, S * 8) <= kL2 ? kL2BytesPerNs : kBytesPerNs;
-  const int64_t operands = m * L + slices.key_matrices * S * (pieces > 1 ? 2 : 1);
-  const int64_t carried = slices.rows < sizes.L || m < sizes.group ? 8 * slices.key_matrices * S * (sizes.E + sizes.Ev) : 0;
-  const int64_t bytes = 12 * operands * (sizes.E + sizes.Ev) + carried;
-  const int64_t count = ceil_div(sizes.N, m) * ceil_div(sizes.L, L);
-  return times(count, kLaunch * (2 + 4 * pieces) + seen(scores + gradients + score_bytes / score_rate) + bytes / kBytesPerNs);
-}
+class SplitHalfBackwardPlanner {
+ public:
+  SplitHalfBackwardPlanner(const SplitHalfBackwardSizes& sizes, int64_t cap, int64_t sms)
+      : sizes_(sizes), cap_(cap), sms_(sms) {}
 
-// The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
-inline SplitHalfBackwardSlices split_half_backward_slices(const SplitHalfBackwardSizes& sizes, int64_t cap, int64_t sms) {
-  SplitHalfBackwardSlices best = {};
-  const int64_t all = sizes.keys();
-  const auto offer = [&](int64_t matrices, int64_t rows, int64_t keys, bool whatever = false) {
-    SplitHalfBackwardSlices slices = split_half_backward_slice(sizes, matrices, rows, keys);
-    if (slices.bytes > cap && !whatever) return;
-    slices.ns = split_half_backward_ns(sizes, slices, sms);
-    if (best.bytes == 0 || slices.ns < best.ns) best = slices;
-  };
-  // Whole matrices: whole groups, or an equal part of one.
-  if (all <= cap / 8 / sizes.L) {
-    const int64_t one = split_half_backward_slice(sizes, sizes.group, sizes.L, all).bytes,
-                  more = split_half_backward_slice(sizes, 2 * sizes.group, sizes.L, all).bytes - one;
-    const int64_t most = one > cap ? 0 : std::min(sizes.N / sizes.group, (cap - one) / std::max<int64_t>(more, 1) + 2);
-    for (int64_t groups = most; groups > 0 && groups > most - 96; --groups) offer(groups * sizes.group, sizes.L, all);
-    for (int64_t part = sizes.group - 1; part > 0 && best.bytes == 0; --part) {
-      if (sizes.group % part == 0) offer(part, sizes.L, all);
+  // The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
+  SplitHalfBackwardPlan plan() {
+    offer({most_matrices(0, sizes_.L)});
+    if (sizes_.causal) {  // rows see different numbers of keys: more matrices of the first
+      for (int64_t count : {2, 4}) {
+        const int64_t rows = round_up(ceil_div(sizes_.L, count), kSplitHalfTile);
+        std::vector<SplitHalfBackwardSlices> ranges;
+        for (int64_t row = 0; row < sizes_.L; row += rows) ranges.push_back(most_matrices(row, std::min(rows, sizes_.L - row)));
+        offer(std::move(ranges));
+      }
+    }
+    if (best_.ranges.empty()) {
+      for (int64_t pieces = 1; pieces <= 64; pieces += pieces < 8 ? 1 : pieces) {
+        const int64_t keys = even_piece(sizes_.keys(), ceil_div(sizes_.keys(), pieces), kSplitHalfTile, kSplitHalfTile);
+        for (int64_t fewer = 0; fewer < 3; ++fewer) offer(rows_of_one_matrix(keys, fewer));
+        if (keys <= kSplitHalfTile) break;
+      }
+    }
+    if (best_.ranges.empty()) {
+      const int64_t keys = std::min<int64_t>(sizes_.keys(), 1024);
+      for (int64_t row = 0; row < sizes_.L; row += kSplitHalfTile) {
+        best_.ranges.push_back(estimated(slices(1, row, std::min(kSplitHalfTile, sizes_.L - row), keys)));
+        best_.bytes = std::max(best_.bytes, best_.ranges.back().bytes);
+        best_.ns += best_.ranges.back().ns;
+      }
+    }
+    return best_;
+  }
+
+ private:
+  // keys: of a piece, if there are as many.
+  SplitHalfBackwardSlices slices(int64_t matrices, int64_t row_begin, int64_t rows, int64_t keys) const {
+    SplitHalfBackwardSlices slices = {};
+    slices.row_begin = row_begin;
+    slices.rows = rows;
+    slices.matrices = matrices;
+    slices.all_keys = sizes_.keys_of_rows(row_begin + rows);
+    slices.keys = std::min(keys, slices.all_keys);
+    slices.key_matrices = ceil_div(matrices, sizes_.group);
+    slices.pitch = round_up(slices.all_keys, kSegment);
+    int64_t at = 0;
+    const auto place = [&](int64_t bytes) {
+      const int64_t begin = at;
+      at = round_up(at + bytes, kWorkspaceAlignment);
+      return begin;
+    };
+    place(4 * sizes_.N * kSplitHalfFactsBytes);
+    slices.marks_at = place(sizes_.N);
+    slices.largest_at = place(4 * sizes_.N);
+    slices.ticket_at = place(4);
+    slices.cleared = at;
+    slices.exact_at = place(times(sizes_.N, sizes_.L, 16));
+    slices.part_bytes = 8 * (query_tiles(slices) + key_tiles(slices));
+    slices.parts_at = place(slices.part_bytes);
+    slices.query_at = place(matrices * rows * slice_pitch(sizes_.E) * 4);
+    slices.grad_out_at = place(matrices * rows * slice_pitch(sizes_.Ev) * 4);
+    slices.key_at = place(slices.key_matrices * slices.keys * slice_pitch(sizes_.E) * 4);
+    slices.value_at = place(slices.key_matrices * slices.keys * slice_pitch(sizes_.Ev) * 4);
+    slices.exponents_at = place(2 * (slices.row_blocks() + slices.key_blocks()) * 4);
+    slices.weights_at = place(matrices * rows * slices.pitch * 4);
+    slices.grads_at = place(matrices * rows * slices.pitch * 4);
+    slices.segments_at = place(matrices * rows * (slices.pitch / kSegment) * 8);
+    slices.row_values_at = place(matrices * rows * 16);
+    slices.tiles_at = place(2 * slices.tiles() * 4);
+    slices.bytes = at;
+    return slices;
+  }
+  SplitHalfBackwardSlices estimated(SplitHalfBackwardSlices slices) const {
+    choose_parts(slices);
+    slices.ns = ns(slices);
+    return slices;
+  }
+  bool fits(const SplitHalfBackwardSlices& slices) const { return slices.bytes <= cap_; }
+
+  // Of so many rows, the best of some numbers of matrices that fit; none: bytes beyond the cap.
+  SplitHalfBackwardSlices most_matrices(int64_t row_begin, int64_t rows) const {
+    const int64_t all = sizes_.keys_of_rows(row_begin + rows), group = sizes_.group;
+    SplitHalfBackwardSlices best = slices(1, row_begin, rows, all);
+    if (!fits(best)) return best;
+    const auto consider = [&](int64_t matrices) {
+      const SplitHalfBackwardSlices some = slices(matrices, row_begin, rows, all);
+      if (!fits(some)) return;
+      const SplitHalfBackwardSlices found = estimated(some);
+      if (best.ns == 0 || found.ns < best.ns) best = found;
+    };
+    const int64_t one = slices(group, row_begin, rows, all).bytes, more = slices(2 * group, row_begin, rows, all).bytes - one;
+    const int64_t most = one > cap_ ? 0 : std::min(sizes_.N / group, (cap_ - one) / std::max<int64_t>(more, 1) + 2);
+    for (int64_t groups = most; groups > 0 && groups > most - 12; --groups) consider(groups * group);
+    for (int64_t part = group - 1; part > 0 && best.ns == 0; --part) {
+      if (group % part == 0) consider(part);
+    }
+    return best;
+  }
+
+  // From the last rows up, which see the most keys: as many as fit, and so many tiles fewer.
+  std::vector<SplitHalfBackwardSlices> rows_of_one_matrix(int64_t keys, int64_t fewer) const {
+    std::vector<SplitHalfBackwardSlices> ranges;
+    const auto of = [&](int64_t begin, int64_t end) { return slices(1, begin, end - begin, keys); };
+    for (int64_t end = sizes_.L; end > 0;) {
+      const int64_t last = round_up(end, kSplitHalfTile) - kSplitHalfTile;
+      if (!fits(of(last, end))) return {};
+      // Bytes grow by as much with every tile.
+      const int64_t two = std::max<int64_t>(last - kSplitHalfTile, 0), more = of(two, end).bytes - of(last, end).bytes;
+      const int64_t tiles = more <= 0 ? 0 : std::max<int64_t>((cap_ - of(last, end).bytes) / more + 1 - fewer, 0);
+      int64_t begin = std::max<int64_t>(last - tiles * kSplitHalfTile, 0);
+      while (begin < last && !fits(of(begin, end))) begin += kSplitHalfTile;
+      SplitHalfBackwardSlices range = of(begin, end);
+      if (!sizes_.causal && begin > 0 && !ranges.empty() && ranges.back().rows == range.rows) {
+        range.parts = ranges.back().parts;
+        range.ns = ranges.back().ns;
+      } else {
+        range = estimated(range);
+      }
+      ranges.push_back(range);
+      end = begin;
+    }
+    std::reverse(ranges.begin(), ranges.end());
+    return ranges;
+  }
+
+  void offer(std::vector<SplitHalfBackwardSlices> ranges) {
+    int64_t bytes = 0, ns = 0;
+    for (const SplitHalfBackwardSlices& range : ranges) {
+      bytes = std::max(bytes, range.bytes);
+      ns += range.ns;
+    }
+    if (ranges.empty() || bytes > cap_ || (!best_.ranges.empty() && ns >= best_.ns)) return;
+    best_ = {std::move(ranges), bytes, ns};
+  }
+
+  int64_t E_tiles() const { return ceil_div(sizes_.E, kSplitHalfTile); }
+  int64_t query_tiles(const SplitHalfBackwardSlices& s) const {
+    return s.matrices * ceil_div(s.rows, kSplitHalfTile) * E_tiles();
+  }
+  int64_t key_tiles(const SplitHalfBackwardSlices& s) const {
+    return s.key_matrices * ceil_div(s.row_begin + s.rows == sizes_.L ? sizes_.S : s.all_keys, kSplitHalfTile) *
+           (E_tiles() + ceil_div(sizes_.Ev, kSplitHalfTile));
+  }
+  // Tiles of scores of a matrix that some row sees.
+  int64_t seen_tiles(const SplitHalfBackwardSlices& s) const {
+    const int64_t rows = ceil_div(s.rows, kSplitHalfTile), keys = ceil_div(s.all_keys, kSplitHalfTile);
+    if (!sizes_.causal) return rows * keys;
+    const int64_t first = s.row_begin / kSplitHalfTile + 1, growing = std::min(rows, std::max<int64_t>(keys - first, 0));
+    return growing * first + growing * (growing - 1) / 2 + (rows - growing) * keys;
+  }
+
+  // A step of 64 in k of a tile of 128 x 128, and what a tile takes besides, in ns. All are fitted to an H200.
+  static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 3600, kSumStep = 1200, kSumTile = 2200,
+                           kLaunch = 4000;
+
+  // Time of the gradients' sums over a piece.
+  int64_t sums_ns(const SplitHalfBackwardSlices& s, const SplitHalfGradientParts& parts) const {
+    const int64_t pieces = ceil_div(s.all_keys, s.keys), seen = seen_tiles(s);
+    const int64_t queries = query_tiles(s), keys = std::max<int64_t>(key_tiles(s) / pieces, 1);
+    // In steps of 64, on the average.
+    const int64_t query_steps = std::max<int64_t>(2 * seen / ceil_div(s.rows, kSplitHalfTile) / pieces, 1),
+                  key_steps = std::max<int64_t>(
+                      std::min(s.matrices, sizes_.group) * 2 * seen / ceil_div(s.all_keys, kSplitHalfTile), 1);
+    constexpr int64_t kLeast = 4;  // of a part
+    if ((parts.of_rows && query_steps < kLeast * parts.count) || (parts.of_keys && key_steps < kLeast * parts.count))
+      return kMostCost;
+    const int64_t of_query = parts.of_rows ? parts.count : 1, of_key = parts.of_keys ? parts.count : 1;
+    return makespan(queries * of_query, ceil_div(query_steps, of_query) * kSumStep + kSumTile, keys * of_key,
+                    ceil_div(key_steps, of_key) * kSumStep + kSumTile, sms_);
+  }
+  void choose_parts(SplitHalfBackwardSlices& s) const {
+    s.parts = {false, false, 1};
+    int64_t best = sums_ns(s, s.parts);
+    for (const int64_t count : {2, 4, 8}) {
+      for (int kinds = 1; kinds < 4; ++kinds) {
+        const SplitHalfGradientParts parts = {kinds % 2 != 0, kinds >= 2, count};
+        const int64_t ns = sums_ns(s, parts);
+        if (ns >= best - best / 16) continue;  // a part waits for the one before it: not for little
+        best = ns;
+        s.parts = parts;
+      }
     }
   }
-  if (best.bytes > 0) return best;
-  // Rows of one matrix, with the terms of all keys or of pieces of them.
-  for (int64_t pieces = 1; pieces <= 64; pieces *= 2) {
-    const int64_t keys = even_piece(all, ceil_div(all, pieces), kSegment, kSplitHalfTile);
-    for (int64_t rows = round_up(ceil_div(sizes.L, 2), kSplitHalfTile); rows >= kSplitHalfTile;
-         rows = rows > 8 * kSplitHalfTile ? round_up(rows / 2, kSplitHalfTile) : rows - kSplitHalfTile) {
-      offer(1, std::min(rows, sizes.L), keys);
-    }
-    if (keys <= kSplitHalfTile) break;
+
+  int64_t ns(const SplitHalfBackwardSlices& s) const {
+    constexpr int64_t kBytesPerNs = 2600, kTermsBytesPerNs = 3400, kSplitBytesPerNs = 3000, kL2 = 30000000;
+    const int64_t pieces = ceil_div(s.all_keys, s.keys), width = sizes_.E + sizes_.Ev, tiles = times(s.matrices, seen_tiles(s));
+    const int64_t steps = ceil_div(sizes_.E, 64) + ceil_div(sizes_.Ev, 64);
+    const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), steps * kStep + kWeightsTile + kGradsTile);
+    const int64_t sums = times(pieces, sums_ns(s, s.parts)), score_bytes = times(tiles, kSplitHalfTile * kSplitHalfTile * 24);
+    const int64_t rows = s.matrices * s.rows * width, keys = s.key_matrices * s.all_keys * width;
+    const int64_t split = 8 * (rows + (pieces > 1 ? keys + s.key_matrices * s.all_keys * sizes_.E : keys));
+    const int64_t cold = 4 * (rows + keys) > kL2 ? 4 * (rows + keys) : 0;
+    const int64_t carried = s.row_begin > 0 || s.matrices < sizes_.group ? 8 * keys : 0;
+    const int64_t launches = pieces > 1 ? 2 + 5 * pieces : 6;
+    const int64_t of_slice = launches * kLaunch + scores + sums + score_bytes / kTermsBytesPerNs + split / kSplitBytesPerNs +
+                             (cold + carried) / kBytesPerNs;
+    return times(ceil_div(sizes_.N, s.matrices), of_slice);
   }
-  if (best.bytes == 0) offer(1, std::min(sizes.L, kSplitHalfTile), std::min<int64_t>(all, 1024), true);
-  return best;
+
+  const SplitHalfBackwardSizes& sizes_;
+  int64_t cap_, sms_;
+  SplitHalfBackwardPlan best_ = {};
+};
+
+inline SplitHalfBackwardPlan plan_split_half_backward(const SplitHalfBackwardSizes& sizes, int64_t cap, int64_t sms) {
+  return SplitHalfBackwardPlanner(sizes, cap, sms).plan();
 }
 
 }  // namespace attention_ext

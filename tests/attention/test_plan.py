@@ -201,11 +201,27 @@ def test_fewer_sms_choose_otherwise() -> None:
     assert any(first != second for first, second in kernels)
 
 
+@pytest.mark.parametrize("table", ["forward", "backward"])
 @pytest.mark.parametrize(("facts", "kernel"), [({}, "sm90_split_half"), ({"E": 31}, "pipeline"), ({"S": 63}, "pipeline")])
-def test_short_float_sums_run_on_cuda_cores(facts: dict[str, int], kernel: str) -> None:
+def test_short_float_sums_run_on_cuda_cores(facts: dict[str, int], kernel: str, table: str) -> None:
     needs_hopper_kernels()
-    assert plan(**NARROW | {"type": FLOAT} | facts).kernel == kernel
-    assert against("sm90_split_half", **NARROW | {"type": FLOAT} | facts) == "", "by its name it runs them too"
+    assert plan(table, **NARROW | {"type": FLOAT} | facts).kernel == kernel
+    assert against("sm90_split_half", table, **NARROW | {"type": FLOAT} | facts) == "", "by its name it runs them too"
+
+
+def test_float_backward_cuts_fit() -> None:
+    """Where less workspace than one tile of rows would take is left, the pipeline, which needs less, runs; more never costs more."""
+    needs_hopper_kernels()
+    at = [OPS.kernels("backward").index(name) for name in ("pipeline", "sm90_split_half")]
+    for facts in ({"N": 1, "L": 16384, "S": 16384}, {"N": 64, "L": 2048, "S": 2048, "E": 128, "Ev": 128}, {"N": 16, "S": 77}):
+        for causal in (0, 1):
+            plans = [
+                plan("backward", cap=cap, **TYPICAL | facts | {"type": FLOAT, "causal": causal})
+                for cap in (1, 1 << 26, 1 << 27, 1 << 29)
+            ]
+            costs = [found.costs[at[1]] for found in plans]
+            assert costs[1] >= costs[2] >= costs[3], (facts, costs)
+            assert [found.kernel for found in plans] == ["pipeline", *["sm90_split_half"] * 3], facts
 
 
 @pytest.mark.parametrize("facts", [{}, {"causal": 1}, {"mask": BOOL, "mask_rows": 1}, {"dropout": 1}])

@@ -27,14 +27,19 @@ __device__ __forceinline__ void init_tickets(Tickets& tickets, int warps) {
 
 class TicketDrawer {
  public:
-  // g_next is 0 before the launch and after it: it wraps with the last of as many draws as there are tiles.
-  __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, unsigned tiles)
-      : tickets_(tickets), g_next_(g_next), tiles_(tiles) {}
+  // g_next is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a CTA's from the beginning, so
+  // that whoever holds one runs, and a tile may wait for one with a lower number.
+  __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, unsigned tiles, bool all_drawn = false)
+      : tickets_(tickets),
+        g_next_(g_next),
+        given_(all_drawn ? 0 : gridDim.x),
+        last_(tiles + gridDim.x - given_ - 1),
+        first_(!all_drawn) {}
 
   // The next tile; `tiles` or more: there is none, and it is not to be called again. To be called as late as may be: who draws
   // ahead takes tiles that others could begin sooner.
   __device__ __forceinline__ unsigned draw() {
-    const unsigned tile = first_ ? blockIdx.x : gridDim.x + atomicInc(g_next_, tiles_ - 1);
+    const unsigned tile = first_ ? blockIdx.x : given_ + atomicInc(g_next_, last_);
     first_ = false;
     mbarrier_wait(shared_address(&tickets_.empty[ring_.slot]), ring_.parity ^ 1);
     tickets_.tile[ring_.slot] = tile;
@@ -46,8 +51,8 @@ class TicketDrawer {
  private:
   Tickets& tickets_;
   unsigned* g_next_;
-  unsigned tiles_;
-  bool first_ = true;
+  unsigned given_, last_;  // tiles that are not drawn; the number of the last draw
+  bool first_;
   RingPlace<kTicketSlots> ring_;
 };
 

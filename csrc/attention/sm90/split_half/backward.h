@@ -3,6 +3,7 @@
 
 #include "attention/sm90/split_half/split_half.h"
 #include "core/arithmetic.h"
+#include "plan/split_half_backward_slices.h"
 
 namespace attention_ext {
 
@@ -27,7 +28,7 @@ struct SplitHalfScoreTermsParams {
   SplitHalfRowValues* row_values;    // (matrices, rows)
   int32_t *weight_exponents, *grad_exponents;  // (matrices, rows / 64 rounded up, pitch / 64)
   uint8_t* marks;                              // (N,): 1 where two terms will not do
-  uint32_t* largest_grads;                     // (N,): the largest gradient of a weight that a row sees, its bits; begun with zeros
+  uint32_t* largest_grads;  // (N,): the largest gradient of a weight that a row sees, its bits; begun with zeros
 };
 
 // One of the three gradients: out = factor * A . B, added to what earlier slices left in `out` itself.
@@ -50,7 +51,9 @@ struct SplitHalfGradientsParams {
   const int32_t *weight_exponents, *grad_exponents;
   const int32_t *query_exponents, *key_exponents, *grad_out_exponents;  // (matrices, rows / 64 rounded up), of the slice
   SplitHalfGradientOf of[3];
-  unsigned* ticket;  // 0 before the launch and after it
+  SplitHalfGradientParts parts;
+  unsigned* ticket;      // 0 before the launch and after it
+  unsigned* parts_done;  // (tiles whose sums are cut, 2), the same
 };
 
 // All query heads of a key head of which one is not for two half terms, made anew in float.

@@ -19,6 +19,16 @@
 namespace attention_ext {
 namespace {
 
+// What is summed, in order: tiles of the first list in parts of their sums, all of one part before the next; then those of the
+// other.
+template <class Tile>
+struct SplitHalfGradientLists {
+  GradientTiles<Tile> parted, whole;
+  int parts;
+  __host__ __device__ unsigned in_parts() const { return parted.all() * static_cast<unsigned>(parts); }
+  __host__ __device__ unsigned all() const { return in_parts() + whole.all(); }
+};
+
 struct SplitHalfGradientsMaps {
   // Of scores' blocks boxes of 64 rows by 64 columns; grad_rows: of 128 rows.
   CUtensorMap weights, grads, grad_rows, query, key, grad_out;
@@ -70,29 +80,46 @@ struct BlockPromotion {
 
 template <class Tile>
 struct SplitHalfGradients {
-  using Place = typename GradientTiles<Tile>::Place;
+  struct Place : GradientTiles<Tile>::Place {
+    unsigned tile;  // of the first list
+    int part, parts;
+  };
   static constexpr int kBlock = kSplitHalfBlock;
   static_assert(Tile::kK == kBlock && Tile::kM == 2 * kBlock, "a step, and a warpgroup's rows, have one exponent");
 
   const SplitHalfGradientsParams& p;
-  const GradientTiles<Tile>& list;
+  const SplitHalfGradientLists<Tile>& lists;
 
   __device__ __forceinline__ int64_t end_key() const { return min(p.slice.col_begin + p.slice.col_count, p.keys); }
-  __device__ __forceinline__ Place place(unsigned tile) const { return list.place(tile, p.slice, p.sequence, end_key()); }
+  // Query heads that a key head's sum goes over.
+  __device__ __forceinline__ int heads() const { return static_cast<int>(min(p.group, p.slice.batch_count)); }
+  __device__ __forceinline__ Place place(unsigned number) const {
+    const bool whole = number >= lists.in_parts();
+    const GradientTiles<Tile>& list = whole ? lists.whole : lists.parted;
+    Place at;
+    at.tile = whole ? number - lists.in_parts() : number % list.all();
+    at.part = whole ? 0 : static_cast<int>(number / list.all());
+    at.parts = whole ? 1 : lists.parts;
+    static_cast<typename GradientTiles<Tile>::Place&>(at) = list.place(at.tile, p.slice, p.sequence, end_key());
+    const int most = (at.steps + at.parts - 1) / at.parts, before = min(at.part * most, at.steps);
+    at.k_begin += before * Tile::kK;
+    at.steps = min(most, at.steps - before);
+    return at;
+  }
   __device__ __forceinline__ int64_t row_blocks() const { return (p.slice.row_count + kBlock - 1) / kBlock; }
   __device__ __forceinline__ int col_blocks() const { return static_cast<int>(p.pitch / kBlock); }
 
   __device__ __forceinline__ void load(StepLoader<Tile>& loader, Tickets& tickets, const SplitHalfGradientsMaps& maps) const {
-    const unsigned end = list.all();
+    const unsigned end = lists.all();
     const int first_block = static_cast<int>(p.slice.col_begin) / kBlock;
-    TicketDrawer drawer(tickets, p.ticket, end);
+    TicketDrawer drawer(tickets, p.ticket, end, true);
 #pragma unroll 1
     for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
       const Place at = place(tile);
       if (at.steps == 0) continue;
       if (at.of == kGradQuery) {
-        TensorPosition a = {{0, at.m, 0, first_block, static_cast<int>(at.slice_index)}};
-        TensorPosition b = {{at.col, 0, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
+        TensorPosition a = {{0, at.m, 0, first_block + at.k_begin / kBlock, static_cast<int>(at.slice_index)}};
+        TensorPosition b = {{at.col, at.k_begin, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
 #pragma unroll 1
         for (int step = 0; step < at.steps; ++step) loader.template load<false, true, true>(maps.grad_rows, a, maps.key, b);
         continue;
@@ -101,8 +128,8 @@ struct SplitHalfGradients {
       const CUtensorMap& map_a = is_value ? maps.weights : maps.grads;
       const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
 #pragma unroll 1
-      for (unsigned head = 0; head < list.heads(); ++head) {
-        const int matrix = static_cast<int>(at.slice_index + head);
+      for (int head = 0; head < heads(); ++head) {
+        const int matrix = static_cast<int>(at.slice_index) + head;
         TensorPosition a = {{0, at.k_begin, 0, first_block + at.m / kBlock, matrix}};
         TensorPosition b = {{at.col, at.k_begin, 0, matrix, 0}};
 #pragma unroll 1
@@ -112,7 +139,7 @@ struct SplitHalfGradients {
   }
 
   __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, Tickets& tickets, int row) const {
-    const unsigned end = list.all();
+    const unsigned end = lists.all();
     TicketReader reader(tickets);
 #pragma unroll 1
     for (unsigned tile = reader.next(); tile < end; tile = reader.next()) {
@@ -123,19 +150,39 @@ struct SplitHalfGradients {
       int top = 0;
       if (at.steps == 0) {
         multiplier.let_follow();
-        if (!is_first(at)) continue;
       } else {
         BlockPromotion<Tile> promotion = promotion_of(at, row);
         promotion.read_next();
         if (at.of == kGradQuery) {
           multiplier.template multiply_terms<false, true>(product, at.steps, promotion);
         } else {
-          multiplier.template multiply_terms<true, true>(product, at.steps * static_cast<int>(list.heads()), promotion);
+          multiplier.template multiply_terms<true, true>(product, at.steps * heads(), promotion);
         }
         top = promotion.top;
       }
-      store(at, row, top, product);
+      wait_for_part_before(at, row);
+      if (at.steps > 0 || is_first(at)) store(at, row, top, product);
+      end_part(at, row);
     }
+  }
+
+  // Of a tile and a warpgroup: parts that have been added to the gradient; 0 before the launch and after it.
+  __device__ __forceinline__ unsigned* parts_done(const Place& at, int row) const {
+    return p.parts_done + 2 * at.tile + row / kBlock;
+  }
+  __device__ __forceinline__ void wait_for_part_before(const Place& at, int row) const {
+    if (at.part == 0) return;
+    const volatile unsigned* g_done = parts_done(at, row);
+    while (*g_done != static_cast<unsigned>(at.part)) {
+    }
+    __threadfence();  // what it added is seen
+  }
+  __device__ __forceinline__ void end_part(const Place& at, int row) const {
+    if (at.parts == 1) return;
+    barrier_sync(kBarrierRows + row / kBlock, 128);  // the warpgroup has added its part
+    if (threadIdx.x % 128 != 0) return;
+    __threadfence();
+    *static_cast<volatile unsigned*>(parts_done(at, row)) = at.part + 1 == at.parts ? 0u : static_cast<unsigned>(at.part + 1);
   }
 
   __device__ __forceinline__ BlockPromotion<Tile> promotion_of(const Place& at, int row) const {
@@ -143,18 +190,18 @@ struct SplitHalfGradients {
     const int64_t rows = row_blocks();
     const int cols = col_blocks(), first_block = static_cast<int>(p.slice.col_begin) / kBlock;
     const int own = (at.m + row) / kBlock + (is_row ? 0 : first_block), k = at.k_begin / kBlock;  // blocks of rows or keys
-    const int64_t of_head = (at.slice_index * rows + (is_row ? own : k)) * cols + (is_row ? first_block : own);
+    const int64_t of_head = (at.slice_index * rows + (is_row ? own : k)) * cols + (is_row ? first_block + k : own);
     BlockPromotion<Tile> promotion;
     promotion.g_scores = (at.of == kGradValue ? p.weight_exponents : p.grad_exponents) + of_head;
     promotion.scores_step = is_row ? 1 : cols;
     promotion.next_scores = (rows - at.steps) * cols;
     promotion.next_operand = rows - at.steps;
     promotion.steps_of_head = promotion.left_of_head = at.steps;
-    promotion.left = is_row ? at.steps : at.steps * static_cast<int>(list.heads());
+    promotion.left = is_row ? at.steps : at.steps * heads();
     if (own >= (is_row ? rows : cols)) promotion.left = 0;  // a warpgroup of rows or keys that do not exist
     if (is_row) {
       const int64_t key_blocks = (end_key() - p.slice.col_begin + kBlock - 1) / kBlock;
-      promotion.g_operand = p.key_exponents + matrix_of_slice(at.n, p.slice, p.group) * key_blocks;
+      promotion.g_operand = p.key_exponents + matrix_of_slice(at.n, p.slice, p.group) * key_blocks + k;
     } else {
       promotion.g_operand = (at.of == kGradValue ? p.grad_out_exponents : p.query_exponents) + at.slice_index * rows + k;
     }
@@ -163,8 +210,11 @@ struct SplitHalfGradients {
 
   // Whether nothing has been added to the tile's sums yet.
   __device__ __forceinline__ bool is_first(const Place& at) const {
+    if (at.part > 0) return false;
     if (at.of == kGradQuery) return p.slice.col_begin == 0;
-    return p.slice.row_begin == 0 && at.n % p.group == 0;
+    // A causal slice of rows has all keys that they see: those from its first row on, no earlier row sees.
+    const bool first_rows = p.slice.row_begin == 0 || (p.sequence.causal && p.slice.col_begin + at.m >= p.slice.row_begin);
+    return first_rows && at.n % p.group == 0;
   }
 
   __device__ __forceinline__ void store(const Place& at, int row, int top, const float (&product)[Tile::kN / 2]) const {
@@ -208,12 +258,12 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     split_half_gradients_kernel(const __grid_constant__ SplitHalfGradientsParams params,
                                 const __grid_constant__ SplitHalfGradientsMaps maps,
-                                const __grid_constant__ GradientTiles<Tile> list) {
+                                const __grid_constant__ SplitHalfGradientLists<Tile> lists) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   SplitHalfGradientsShared<Tile>& shared = *reinterpret_cast<SplitHalfGradientsShared<Tile>*>(s_bytes);
   if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
-  const SplitHalfGradients<Tile> work = {params, list};
+  const SplitHalfGradients<Tile> work = {params, lists};
   run_warpgroups<Tile>(
       shared.tile, [&](StepLoader<Tile>& loader) { work.load(loader, shared.tickets, maps); },
       [&](StepMultiplier<Tile>& multiplier, uint32_t, int row) { work.multiply(multiplier, shared.tickets, row); });
@@ -256,9 +306,14 @@ cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, 
   then(make_terms_map(maps.grad_out, grad_out_terms, matrices, rows, Ev, Tile::kK));
   then(make_terms_map(maps.key, key_terms, matrices_of_slice(slice, params.group), std::max<int64_t>(keys, 1), E, Tile::kK));
   if (status != cudaSuccess) return status;
-  const GradientTiles<Tile> list(slice, params.sequence.causal, params.group, E, Ev, true, true);
-  return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, list.all(), stream,
-                                                                         params, maps, list);
+  const SplitHalfGradientParts& parts = params.parts;
+  const auto list = [&](bool of_rows, bool of_keys) {
+    return GradientTiles<Tile>(slice, params.sequence.causal, params.group, E, Ev, of_rows, of_keys);
+  };
+  const SplitHalfGradientLists<Tile> lists = {list(parts.of_rows, parts.of_keys), list(!parts.of_rows, !parts.of_keys),
+                                              static_cast<int>(parts.count)};
+  return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
+                                                                         params, maps, lists);
 }
 
 }  // namespace attention_ext
