@@ -20,6 +20,7 @@ struct RowsBackwardShape {
   int col_queries;                 // of a block of it: what registers hold next to dK and dV
   int col_places;                  // of its tiles of keys
   int col_stages;                  // of queries with their gradients, which stay until the next block's scores are there
+  bool col_ahead;                  // whether S, dP, dV and dK of two blocks are multiplied at once, where it is not by roles
   bool turns;                      // whether warpgroups that do the same take turns at issuing products
   int row_block_ns, col_block_ns;  // that a block of each takes
 
@@ -34,13 +35,13 @@ constexpr int kRowsBackwardTile = 128;  // queries of a tile of the row kernel
 // kernel dK and dV 64 a step, S and dP 1 a query, P and dS half of that; by roles half of each. Times fitted at 64 and 128 (H200,
 // lengths 2048 and 8192), above predicted. general: there is a mask or dropout, which want registers.
 constexpr RowsBackwardShape rows_backward_shape(int head_dim_class, bool general = false) {
-  if (general && head_dim_class == 64) return {1, 96, 2, 6, true, 128, 64, 2, 4, true, 1000, 1500};
-  if (general && head_dim_class == 192) return {3, 64, 1, 5, false, 64, 64, 1, 3, true, 1750, 1350};
+  if (general && head_dim_class == 64) return {1, 96, 2, 6, true, 128, 64, 2, 4, true, true, 1000, 1500};
+  if (general && head_dim_class == 192) return {3, 64, 1, 5, false, 64, 64, 1, 3, false, true, 1750, 1350};
   switch (head_dim_class) {
-    case 64: return {1, 128, 2, 6, true, 128, 96, 2, 4, true, 1250, 2150};  // 64 + 6 x 16 KB; 64 + 4 x 24 KB
-    case 128: return {2, 96, 1, 6, true, 128, 64, 1, 4, true, 1500, 1690};  // 64 + 6 x 24 KB; 64 + 4 x 32 KB
-    case 192: return {3, 64, 1, 5, false, 64, 96, 1, 2, true, 1750, 1900};  // 96 + 5 x 24 KB; 48 + 2 x 72 + 24 KB
-    default: return {4, 64, 1, 3, false, 64, 64, 1, 2, true, 2250, 1800};   // 128 + 3 x 32 KB; 64 + 2 x 64 + 16 KB
+    case 64: return {1, 128, 2, 6, true, 128, 96, 2, 4, true, true, 1250, 2150};   // 64 + 6 x 16 KB; 64 + 4 x 24 KB
+    case 128: return {2, 96, 1, 6, true, 128, 64, 1, 4, false, true, 1500, 1690};  // 64 + 6 x 24 KB; 64 + 4 x 32 KB
+    case 192: return {3, 64, 1, 5, false, 64, 96, 1, 2, false, true, 1750, 1900};  // 96 + 5 x 24 KB; 48 + 2 x 72 + 24 KB
+    default: return {4, 64, 1, 3, false, 64, 64, 1, 2, false, true, 2250, 1800};   // 128 + 3 x 32 KB; 64 + 2 x 64 + 16 KB
   }
 }
 

@@ -4,6 +4,8 @@
 // group, from the last block to the first one that sees them. Scores are multiplied with keys as rows, so that P^T and dS^T never
 // leave registers: a result of wgmma lies there as a left operand of it does. Of block j, after block j + 1:
 //   dV += P_{j+1} dO_{j+1}, dK += dS_{j+1} Q_{j+1} and S_j = K Q_j^T | dP_j = V dO_j^T begins; P_j | dP_j is there: dS_j
+// or, up to head dim 64, where registers hold P_{j+1} and dS_{j+1} next to dP_j,
+//   S_j, dP_j, dV and dK begin together | S_j is there: P_j | dP_j is there: dS_j | dV and dK are there: packed
 // Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
 // Above head dim 128 a tile is 64 keys, and the consumers have roles (column_roles.cuh).
 // A third warpgroup's first warp loads: keys with values, a tile at a time, and in a ring queries with their gradients, and next to
@@ -178,8 +180,7 @@ class ColumnConsumer {
         wgmma_fence();
         add_grads();
         wgmma_wait<0>();
-        pin_grads();
-        release();
+        end_grads();
       }
       finish(work);
     }
@@ -201,9 +202,19 @@ class ColumnConsumer {
     add_product<T>(value_grad_, weights_, shared_address(shared_.grad_out[before_][0]));
     add_product<T>(key_grad_, score_grads_, shared_address(shared_.query[before_][0]));
   }
-  // The stage of the block before.
-  __device__ __forceinline__ void release() const {
+  // They are there.
+  __device__ __forceinline__ void end_grads() {
+    pin_grads();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[before_]));
+  }
+  // S and dP of a block, begun. s_rows: where the consumer's keys and their values begin in their boxes.
+  __device__ __forceinline__ void multiply_keys(int slot, uint32_t s_rows) {
+    multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(scores_, shared_address(shared_.key[place_][0]) + s_rows,
+                                                       shared_address(shared_.query[slot][0]));
+  }
+  __device__ __forceinline__ void multiply_values(int slot, uint32_t s_rows) {
+    multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(weight_grads_, shared_address(shared_.value[place_][0]) + s_rows,
+                                                       shared_address(shared_.grad_out[slot][0]));
   }
 
   // A block of queries. kFirst: of the tile's. An operand in registers is made while no product is under way: ptxas would wait for
@@ -216,19 +227,23 @@ class ColumnConsumer {
     const uint32_t s_rows = consumer_ * 64 * 128;
     turns_.take();
     wgmma_fence();
-    if constexpr (!kFirst) add_grads();
-    multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(scores_, shared_address(shared_.key[place_][0]) + s_rows,
-                                                       shared_address(shared_.query[slot][0]));
-    turns_.pass();
-    wgmma_wait<0>();  // of all three, as dP takes the registers of their operands
-    pin_registers(scores_);
-    if constexpr (!kFirst) {
-      pin_grads();
-      release();
+    if constexpr (Tile::kAhead) {
+      multiply_keys(slot, s_rows);
+      multiply_values(slot, s_rows);
+      if constexpr (!kFirst) add_grads();
+      turns_.pass();
+      wgmma_wait<kFirst ? 1 : 3>();
+      pin_registers(scores_);
+    } else {
+      if constexpr (!kFirst) add_grads();
+      multiply_keys(slot, s_rows);
+      turns_.pass();
+      wgmma_wait<0>();  // of all three, as dP takes the registers of their operands
+      pin_registers(scores_);
+      if constexpr (!kFirst) end_grads();
+      wgmma_fence();
+      multiply_values(slot, s_rows);
     }
-    wgmma_fence();
-    multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(weight_grads_, shared_address(shared_.value[place_][0]) + s_rows,
-                                                       shared_address(shared_.grad_out[slot][0]));
     ColumnKept<kScores> kept;
     bool dropping = false;
     float factor = Exponents<T>::kUnscale;
@@ -245,11 +260,15 @@ class ColumnConsumer {
     } else {
       column_weights<Tile, false>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
     }
-    wgmma_wait<0>();
+    wgmma_wait<Tile::kAhead && !kFirst ? 2 : 0>();
     pin_registers(weight_grads_);
     if (Tile::kGeneral && dropping) kept.apply(weight_grads_);
     column_score_grads<Tile>(weight_grads_, scores_, shared_, slot, Tile::kGeneral || careful, factor);
     if (Tile::kGeneral && dropping) kept.apply(scores_);
+    if constexpr (Tile::kAhead && !kFirst) {
+      wgmma_wait<0>();
+      end_grads();
+    }
     pack<T>(weights_, scores_);
     pack<T>(score_grads_, weight_grads_);
     before_ = slot;

@@ -12,7 +12,7 @@ struct ColumnGradTile {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass, kGeneral);
   static constexpr int kN = kShape.col_keys;
-  static constexpr bool kRoles = kShape.roles();
+  static constexpr bool kRoles = kShape.roles(), kAhead = kShape.col_ahead;
   static constexpr int kM = kShape.col_queries;
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
   static constexpr int kSteps = kShape.steps;
