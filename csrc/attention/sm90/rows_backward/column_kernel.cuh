@@ -175,6 +175,7 @@ class ColumnConsumer {
 #pragma unroll 1
         while (--left > 0) step<false>();
       }
+      __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
       if (any) {
         wgmma_fence();
@@ -205,6 +206,7 @@ class ColumnConsumer {
   // They are there.
   __device__ __forceinline__ void end_grads() {
     pin_grads();
+    __syncwarp();  // all lanes have read what they need of the stage
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[before_]));
   }
   // S and dP of a block, begun. s_rows: where the consumer's keys and their values begin in their boxes.

@@ -45,6 +45,7 @@ class ColumnRole {
       finish(work);
       fence_async_proxy();
       __syncwarp();  // the warp's gradients have left the operand's place
+      __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
     }
   }
@@ -72,6 +73,7 @@ class ColumnRole {
   }
   // The stage of the block before.
   __device__ __forceinline__ void release() const {
+    __syncwarp();  // all lanes have read what they need of the stage
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[before_.slot]));
   }
 

@@ -75,9 +75,11 @@ class RowGradConsumer {
     mbarrier_wait(shared_address(&shared_.full[place.slot]), place.parity);
   }
   __device__ __forceinline__ void release(int slot) const {
+    __syncwarp();  // all lanes have read what they need of the stage
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[slot]));
   }
   __device__ __forceinline__ void release_query() const {
+    __syncwarp();  // all lanes have read what they need of the stage
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty[place_]));
   }
   // dQ of the block before, begun.
