@@ -147,7 +147,9 @@ def test_options(hopper: None, dims: tuple[int, int], options: dict, causal: boo
 
 
 def masks(kind: str, B: int, H: int, L: int, S: int, dtype: torch.dtype) -> Tensor | None:
-    shown = lambda *shape: torch.rand(shape, device="cuda") < 0.7  # noqa: E731
+    def shown(*shape: int) -> Tensor:
+        return torch.rand(shape, device="cuda") < 0.7
+
     match kind:
         case "bool":
             return shown(B, 1, L, S)

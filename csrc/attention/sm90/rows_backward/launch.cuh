@@ -18,9 +18,9 @@ inline cudaError_t make_maps(RowsBackwardMaps& maps, const RowsBackwardParams& p
   return status;
 }
 
-// Tiles of `tile` of `rows` queries or keys of each of so many heads, whose blocks come from `others` rows of the other pair of operands.
-// Causal tiles come longest first, of as many heads together as L2 keeps the blocks of; but a section lasts for some rounds over
-// the SMs, as their loads only even out within one.
+// Tiles of `tile` of `rows` queries or keys of each of so many heads, whose blocks come from `others` rows of the other pair of
+// operands. Causal tiles come longest first, of as many heads together as L2 keeps the blocks of; but a section lasts for some
+// rounds over the SMs, as their loads only even out within one.
 inline RowsBackwardOrder order_of(const RowsBackwardParams& p, int64_t heads, int64_t rows, int64_t tile, int64_t others,
                                   int64_t sms) {
   constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
