@@ -211,6 +211,7 @@ class SplitHalfBackwardPlanner {
   // A step of 64 in k of a tile of 128 x 128, and what a tile takes besides, in ns. All are fitted to an H200.
   static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 3600, kSumStep = 1200, kSumTile = 2200,
                            kLaunch = 4000;
+  static constexpr int64_t kNarrowSumStep = 750;  // of 128 x 64: not fitted
 
   // Time of the gradients' sums over a piece.
   int64_t sums_ns(const SplitHalfBackwardSlices& s, const SplitHalfGradientParts& parts) const {
@@ -223,9 +224,10 @@ class SplitHalfBackwardPlanner {
     constexpr int64_t kLeast = 4;  // of a part
     if ((parts.of_rows && query_steps < kLeast * parts.count) || (parts.of_keys && key_steps < kLeast * parts.count))
       return kMostCost;
+    const int64_t step = std::max(sizes_.E, sizes_.Ev) <= 64 ? kNarrowSumStep : kSumStep;
     const int64_t of_query = parts.of_rows ? parts.count : 1, of_key = parts.of_keys ? parts.count : 1;
-    return makespan(queries * of_query, ceil_div(query_steps, of_query) * kSumStep + kSumTile, keys * of_key,
-                    ceil_div(key_steps, of_key) * kSumStep + kSumTile, sms_);
+    return makespan(queries * of_query, ceil_div(query_steps, of_query) * step + kSumTile, keys * of_key,
+                    ceil_div(key_steps, of_key) * step + kSumTile, sms_);
   }
   void choose_parts(SplitHalfBackwardSlices& s) const {
     s.parts = {false, false, 1};
