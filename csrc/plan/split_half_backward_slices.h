@@ -39,7 +39,7 @@ struct SplitHalfBackwardSlices {
   int64_t key_matrices;
   int64_t pitch;  // of scores
   int64_t marks_at, largest_at, ticket_at, exact_at, parts_at, query_at, grad_out_at, key_at, value_at, exponents_at,
-      weights_at, grads_at, segments_at, row_values_at, tiles_at;
+      weights_at, grads_at, segments_at, deltas_at, row_values_at, tiles_at;
   int64_t cleared;     // of these, before the first slice
   int64_t part_bytes;  // of counts of parts, cleared as well
   SplitHalfGradientParts parts;
@@ -124,6 +124,7 @@ class SplitHalfBackwardPlanner {
     slices.weights_at = place(matrices * rows * slices.pitch * 4);
     slices.grads_at = place(matrices * rows * slices.pitch * 4);
     slices.segments_at = place(matrices * rows * (slices.pitch / kSegment) * 8);
+    slices.deltas_at = place(matrices * rows * (slices.pitch / kSegment) * 4);
     slices.row_values_at = place(matrices * rows * 16);
     slices.tiles_at = place(2 * slices.tiles() * 4);
     slices.bytes = at;
@@ -208,8 +209,9 @@ class SplitHalfBackwardPlanner {
     return growing * first + growing * (growing - 1) / 2 + (rows - growing) * keys;
   }
 
-  // A step of 64 in k of a tile of 128 x 128, and what a tile takes besides, in ns. All are fitted to an H200.
-  static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 3600, kSumStep = 1200, kSumTile = 2200,
+  // A step of 64 in k of a tile of 128 x 128, and what a tile takes besides, in ns. Fitted to an H200, but kGradsTile: it was 3600
+  // before delta was made there.
+  static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 4600, kSumStep = 1200, kSumTile = 2200,
                            kLaunch = 4000;
   static constexpr int64_t kNarrowSumStep = 750;  // of 128 x 64: not fitted
 
@@ -244,11 +246,11 @@ class SplitHalfBackwardPlanner {
   }
 
   int64_t ns(const SplitHalfBackwardSlices& s) const {
-    constexpr int64_t kBytesPerNs = 2600, kTermsBytesPerNs = 3400, kSplitBytesPerNs = 3000, kL2 = 30000000;
+    constexpr int64_t kBytesPerNs = 2600, kTermsBytesPerNs = 3800, kSplitBytesPerNs = 3000, kL2 = 30000000;
     const int64_t pieces = ceil_div(s.all_keys, s.keys), width = sizes_.E + sizes_.Ev, tiles = times(s.matrices, seen_tiles(s));
     const int64_t steps = ceil_div(sizes_.E, 64) + ceil_div(sizes_.Ev, 64);
     const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), steps * kStep + kWeightsTile + kGradsTile);
-    const int64_t sums = times(pieces, sums_ns(s, s.parts)), score_bytes = times(tiles, kSplitHalfTile * kSplitHalfTile * 24);
+    const int64_t sums = times(pieces, sums_ns(s, s.parts)), score_bytes = times(tiles, kSplitHalfTile * kSplitHalfTile * 16);
     const int64_t rows = s.matrices * s.rows * width, keys = s.key_matrices * s.all_keys * width;
     const int64_t split = 8 * (rows + (pieces > 1 ? keys + s.key_matrices * s.all_keys * sizes_.E : keys));
     const int64_t cold = 4 * (rows + keys) > kL2 ? 4 * (rows + keys) : 0;

@@ -1,7 +1,8 @@
 // Backward of float32 attention by half terms (Hopper), the last kernel of a slice: dQ = scale * dS . K, dK = scale * dS^T . Q and
 // dV = P^T . dO / (1 - p).
 //
-// The list of tiles of attention/visibility/gradient_tiles.cuh, 128 rows or keys by 128 columns (64, if there are no more), three products of terms for each.
+// The list of tiles of attention/visibility/gradient_tiles.cuh, 128 rows or keys by 128 columns, or by 64 if there are no more;
+// three products of terms for each.
 // dK and dV read dS and P as they lie, row after row; wgmma transposes them. A step of 64 in k has one power of two of each side,
 // for the 64 rows or keys of a warpgroup: a factor of what the step adds, relative to the largest power so far. So sums are as
 // exact as float, whatever the magnitudes of the steps.
