@@ -18,6 +18,7 @@ struct SplitHalfBackwardSizes {
   int64_t group;  // query heads per head of key and of value
   bool causal;
 
+  bool operator==(const SplitHalfBackwardSizes&) const = default;
   int64_t keys_of_rows(int64_t end) const { return causal ? std::min(S, end) : S; }  // that rows before `end` see
   int64_t keys() const { return keys_of_rows(L); }
 };
@@ -39,7 +40,7 @@ struct SplitHalfBackwardSlices {
   int64_t key_matrices;
   int64_t pitch;  // of scores
   int64_t marks_at, largest_at, ticket_at, exact_at, parts_at, query_at, grad_out_at, key_at, value_at, exponents_at,
-      weights_at, grads_at, segments_at, row_values_at, tiles_at;
+      weights_at, grads_at, segments_at, deltas_at, row_values_at, tiles_at;
   int64_t cleared;     // of these, before the first slice
   int64_t part_bytes;  // of counts of parts, cleared as well
   SplitHalfGradientParts parts;
@@ -124,6 +125,7 @@ class SplitHalfBackwardPlanner {
     slices.weights_at = place(matrices * rows * slices.pitch * 4);
     slices.grads_at = place(matrices * rows * slices.pitch * 4);
     slices.segments_at = place(matrices * rows * (slices.pitch / kSegment) * 8);
+    slices.deltas_at = place(matrices * rows * (slices.pitch / kSegment) * 4);
     slices.row_values_at = place(matrices * rows * 16);
     slices.tiles_at = place(2 * slices.tiles() * 4);
     slices.bytes = at;
@@ -208,9 +210,11 @@ class SplitHalfBackwardPlanner {
     return growing * first + growing * (growing - 1) / 2 + (rows - growing) * keys;
   }
 
-  // A step of 64 in k of a tile of 128 x 128, and what a tile takes besides, in ns. All are fitted to an H200.
-  static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 3600, kSumStep = 1200, kSumTile = 2200,
+  // A step of 64 in k of a tile of 128 x 128, and what a tile takes besides, in ns. Fitted to an H200, but kGradsTile: it was 3600
+  // before delta was made there.
+  static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 4600, kSumStep = 1200, kSumTile = 2200,
                            kLaunch = 4000;
+  static constexpr int64_t kNarrowSumStep = 750;  // of 128 x 64: not fitted
 
   // Time of the gradients' sums over a piece.
   int64_t sums_ns(const SplitHalfBackwardSlices& s, const SplitHalfGradientParts& parts) const {
@@ -223,9 +227,10 @@ class SplitHalfBackwardPlanner {
     constexpr int64_t kLeast = 4;  // of a part
     if ((parts.of_rows && query_steps < kLeast * parts.count) || (parts.of_keys && key_steps < kLeast * parts.count))
       return kMostCost;
+    const int64_t step = std::max(sizes_.E, sizes_.Ev) <= 64 ? kNarrowSumStep : kSumStep;
     const int64_t of_query = parts.of_rows ? parts.count : 1, of_key = parts.of_keys ? parts.count : 1;
-    return makespan(queries * of_query, ceil_div(query_steps, of_query) * kSumStep + kSumTile, keys * of_key,
-                    ceil_div(key_steps, of_key) * kSumStep + kSumTile, sms_);
+    return makespan(queries * of_query, ceil_div(query_steps, of_query) * step + kSumTile, keys * of_key,
+                    ceil_div(key_steps, of_key) * step + kSumTile, sms_);
   }
   void choose_parts(SplitHalfBackwardSlices& s) const {
     s.parts = {false, false, 1};
@@ -242,11 +247,11 @@ class SplitHalfBackwardPlanner {
   }
 
   int64_t ns(const SplitHalfBackwardSlices& s) const {
-    constexpr int64_t kBytesPerNs = 2600, kTermsBytesPerNs = 3400, kSplitBytesPerNs = 3000, kL2 = 30000000;
+    constexpr int64_t kBytesPerNs = 2600, kTermsBytesPerNs = 3800, kSplitBytesPerNs = 3000, kL2 = 30000000;
     const int64_t pieces = ceil_div(s.all_keys, s.keys), width = sizes_.E + sizes_.Ev, tiles = times(s.matrices, seen_tiles(s));
     const int64_t steps = ceil_div(sizes_.E, 64) + ceil_div(sizes_.Ev, 64);
     const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), steps * kStep + kWeightsTile + kGradsTile);
-    const int64_t sums = times(pieces, sums_ns(s, s.parts)), score_bytes = times(tiles, kSplitHalfTile * kSplitHalfTile * 24);
+    const int64_t sums = times(pieces, sums_ns(s, s.parts)), score_bytes = times(tiles, kSplitHalfTile * kSplitHalfTile * 16);
     const int64_t rows = s.matrices * s.rows * width, keys = s.key_matrices * s.all_keys * width;
     const int64_t split = 8 * (rows + (pieces > 1 ? keys + s.key_matrices * s.all_keys * sizes_.E : keys));
     const int64_t cold = 4 * (rows + keys) > kL2 ? 4 * (rows + keys) : 0;
@@ -263,7 +268,17 @@ class SplitHalfBackwardPlanner {
 };
 
 inline SplitHalfBackwardPlan plan_split_half_backward(const SplitHalfBackwardSizes& sizes, int64_t cap, int64_t sms) {
-  return SplitHalfBackwardPlanner(sizes, cap, sms).plan();
+  // Planning takes up to some milliseconds, and a call asks for its cost, its workspace and its slices: the last plan is kept.
+  struct Last {
+    SplitHalfBackwardSizes sizes;
+    int64_t cap, sms;
+    SplitHalfBackwardPlan plan;
+  };
+  thread_local Last last = {{}, -1, -1, {}};
+  if (last.cap != cap || last.sms != sms || !(last.sizes == sizes)) {
+    last = {sizes, cap, sms, SplitHalfBackwardPlanner(sizes, cap, sms).plan()};
+  }
+  return last.plan;
 }
 
 }  // namespace attention_ext

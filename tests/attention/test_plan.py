@@ -209,21 +209,6 @@ def test_short_float_sums_run_on_cuda_cores(facts: dict[str, int], kernel: str, 
     assert against("sm90_split_half", table, **NARROW | {"type": FLOAT} | facts) == "", "by its name it runs them too"
 
 
-def test_float_backward_cuts_fit() -> None:
-    """Where less workspace than one tile of rows would take is left, the pipeline, which needs less, runs; more never costs more."""
-    needs_hopper_kernels()
-    at = [OPS.kernels("backward").index(name) for name in ("pipeline", "sm90_split_half")]
-    for facts in ({"N": 1, "L": 16384, "S": 16384}, {"N": 64, "L": 2048, "S": 2048, "E": 128, "Ev": 128}, {"N": 16, "S": 77}):
-        for causal in (0, 1):
-            plans = [
-                plan("backward", cap=cap, **TYPICAL | facts | {"type": FLOAT, "causal": causal})
-                for cap in (1, 1 << 26, 1 << 27, 1 << 29)
-            ]
-            costs = [found.costs[at[1]] for found in plans]
-            assert costs[1] >= costs[2] >= costs[3], (facts, costs)
-            assert [found.kernel for found in plans] == ["pipeline", *["sm90_split_half"] * 3], facts
-
-
 @pytest.mark.parametrize("facts", [{}, {"causal": 1}, {"mask": BOOL, "mask_rows": 1}, {"dropout": 1}])
 @pytest.mark.parametrize(("L", "S"), [(77, 77), (128, 4096), (1000, 300), (4096, 4096)])
 @pytest.mark.parametrize(("E", "Ev"), [(64, 64), (128, 128), (192, 128), (192, 192), (256, 256), (8, 256), (256, 8)])

@@ -12,6 +12,7 @@ import error_rule
 import pytest
 import reference
 import torch
+from choice import Plan
 from helpers import normal, oracle_with_grads, qkv, sdpa_backward, sdpa_forward, torch_own
 from kernels import KERNELS, needs_the_card
 from torch import Tensor
@@ -22,12 +23,15 @@ DIMS = ((64, 64), (128, 40), (136, 264), (520, 512), (1024, 1024), (7, 13))
 FLOAT = 2  # of core/tensors.h
 
 
-def against(**facts: int) -> str:
+def planned(cap: int = 1 << 27, **facts: int) -> tuple[str, str, int]:
+    """The chosen kernel, what this one refuses, and its estimate."""
+    if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
+        pytest.skip("this build has no kernels for Hopper")
     typical = {"N": 8, "L": 512, "S": 512, "E": 128, "Ev": 128, "type": FLOAT}
     names, values = zip(*(typical | facts).items(), strict=True)
-    table = torch.ops.attention_ext.kernels("backward")
-    *_, refusals, _ = torch.ops.attention_ext.plan("backward", names, values, 90, 132, 1 << 27)
-    return refusals[table.index(KERNEL.name)]
+    index = torch.ops.attention_ext.kernels("backward").index(KERNEL.name)
+    found = Plan(*torch.ops.attention_ext.plan("backward", names, values, 90, 132, cap))
+    return found.kernel, found.refusals[index], found.costs[index]
 
 
 @pytest.mark.parametrize(
@@ -44,9 +48,20 @@ def against(**facts: int) -> str:
     ids=str,
 )
 def test_what_it_takes(facts: dict[str, int], clause: str) -> None:
-    if "9.0a" not in torch.ops.attention_ext.build_info()[3]:
-        pytest.skip("this build has no kernels for Hopper")
-    assert against(**facts) == clause
+    assert planned(**facts)[1] == clause
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize(
+    "facts",
+    [{"N": 1, "L": 16384, "S": 16384, "E": 512, "Ev": 512}, {"N": 64, "L": 2048, "S": 2048}, {"N": 16, "L": 1024, "S": 77}],
+    ids=str,
+)
+def test_more_workspace_costs_no_more(facts: dict[str, int], causal: int) -> None:
+    """And the pipeline, which needs the least, runs where not one tile of rows would fit."""
+    kernels, _, costs = zip(*(planned(cap, causal=causal, **facts) for cap in (1, 1 << 26, 1 << 27, 1 << 29)), strict=True)
+    assert kernels == ("pipeline", *[KERNEL.name] * 3)
+    assert costs[1] >= costs[2] >= costs[3] > 0
 
 
 @pytest.fixture
@@ -108,6 +123,15 @@ def test_lengths(dims: tuple[int, int], causal: bool, poison_all: None) -> None:
 def test_slices(heads: tuple[int, int], causal: bool, cap: int, poison_all: None) -> None:
     for L, S in ((600, 700), (900, 200), (200, 900)):
         error_rule.settle(lambda L=L, S=S: hold(*draw(heads, L, S, (72, 136)), causal=causal, workspace_bytes=cap))
+
+
+@on_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("L", "S"), [(128, 6000), (6000, 128), (1500, 1500)])
+def test_sums_in_parts(L: int, S: int, causal: bool, poison_all: None) -> None:
+    """Few long sums: parts of one, by several SMs, are added in one order."""
+    error_rule.settle(lambda: hold(*draw((2, 1), L, S, (40, 64)), causal=causal))
+    error_rule.settle(lambda: hold(*draw((1, 1), L, S, (136, 72)), causal=causal))
 
 
 @on_gpu

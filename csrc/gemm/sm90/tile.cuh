@@ -46,17 +46,18 @@ struct WgmmaTile {
 
 // split_half: float32 operands as two half terms each, high + low. A product is high . high + high . low + low . high, summed over
 // kPromoted of k on Tensor Cores and beyond in float registers.
-template <bool kColumnsB_, int kPromoted_>
+template <bool kColumnsB_, int kPromoted_, int kN_ = 128>
 struct SplitHalfWgmmaTile {
   using T = __half;
   static constexpr bool kColumnsB = kColumnsB_;
   static constexpr int kTerms = 2;
   // Two warpgroups of 64 x 128: 64 accumulators of a part and 64 sums a thread; at n = 256 they would be all 255 registers.
-  static constexpr int kM = 128, kN = 128;
-  static constexpr int kK = 64;                 // a row of 128 bytes
-  static constexpr int kPromoted = kPromoted_;  // 6 products of 64 x 128 x 16 truncate for every 32
-  static constexpr int kStages = 3;             // of 64 KB
-  static constexpr int kSkew = 1;               // a step is long, and three stages are few to be apart
+  // n = 64 reads as much of A for half of the products, but where there are no more columns.
+  static constexpr int kM = 128, kN = kN_;
+  static constexpr int kK = 64;                     // a row of 128 bytes
+  static constexpr int kPromoted = kPromoted_;      // 6 products of 64 x 128 x 16 truncate for every 32
+  static constexpr int kStages = kN == 64 ? 4 : 3;  // of 48 KB, of 64 KB
+  static constexpr int kSkew = 1;                   // a step is long, and three stages are few to be apart
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;

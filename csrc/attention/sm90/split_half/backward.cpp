@@ -146,6 +146,9 @@ class Backward {
     grads.dropout = p.dropout;
     grads.factor = kept_factor(p.dropout);
     grads.weights = at<void>(slices_.grads_at);
+    grads.weights_of_grads = at<float>(slices_.weights_at);
+    grads.deltas = at<float>(slices_.deltas_at);
+    grads.largest_grads = at<uint32_t>(slices_.largest_at);
     grads.E = p.Ev;
     grads.mask_type = MaskType::kNone;
     grads.query_exponents = exponents(kGradOut);
@@ -164,12 +167,12 @@ class Backward {
     terms.weights = at<void>(slices_.weights_at);
     terms.grads = at<void>(slices_.grads_at);
     terms.segments = at<SplitHalfSegment>(slices_.segments_at);
+    terms.deltas = at<float>(slices_.deltas_at);
     terms.grad_lse = params_.grad_lse;
     terms.row_values = at<SplitHalfRowValues>(slices_.row_values_at);
     terms.weight_exponents = at<int32_t>(slices_.tiles_at);
     terms.grad_exponents = terms.weight_exponents + slices_.tiles();
     terms.marks = at<uint8_t>(slices_.marks_at);
-    terms.largest_grads = at<uint32_t>(slices_.largest_at);
     return launch_split_half_score_terms(terms, stream_);
   }
 

@@ -24,11 +24,11 @@ struct SplitHalfScoreTermsParams {
   void* weights;                     // (matrices, rows, pitch), float: weights, then terms of P, of those that dropout keeps
   void* grads;                       // the same: gradients of the weights, then terms of dS
   const SplitHalfSegment* segments;  // (matrices, pitch / 64, rows)
+  const float* deltas;               // the same (SplitHalfScoresParams)
   MatrixView grad_lse;               // (N, L), column unused; data null: absent
   SplitHalfRowValues* row_values;    // (matrices, rows)
   int32_t *weight_exponents, *grad_exponents;  // (matrices, rows / 64 rounded up, pitch / 64)
   uint8_t* marks;                              // (N,): 1 where two terms will not do
-  uint32_t* largest_grads;  // (N,): the largest gradient of a weight that a row sees, its bits; begun with zeros
 };
 
 // One of the three gradients: out = factor * A . B, added to what earlier slices left in `out` itself.

@@ -1,13 +1,14 @@
 // Backward of float32 attention by half terms (Hopper), the last kernel of a slice: dQ = scale * dS . K, dK = scale * dS^T . Q and
 // dV = P^T . dO / (1 - p).
 //
-// The list of tiles of attention/visibility/gradient_tiles.cuh, 128 rows or keys by 128 columns, three products of terms for each.
+// The list of tiles of attention/visibility/gradient_tiles.cuh, 128 rows or keys by 128 columns, or by 64 if there are no more;
+// three products of terms for each.
 // dK and dV read dS and P as they lie, row after row; wgmma transposes them. A step of 64 in k has one power of two of each side,
 // for the 64 rows or keys of a warpgroup: a factor of what the step adds, relative to the largest power so far. So sums are as
 // exact as float, whatever the magnitudes of the steps.
 // Every sum has one CTA and one order: no atomics. What spans slices goes on in the gradient itself, which is float.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: SplitHalfWgmmaTile::Shared, Tickets. Registers: 232 a consumer
-// thread: 64 sums, 64 of a part, the rest addresses.
+// thread: 64 sums, 64 of a part (half as many each for 64 columns), the rest addresses.
 #include "attention/sm90/split_half/backward.h"
 #include "attention/sm90/split_half/terms_map.h"
 #include "attention/visibility/gradient_tiles.cuh"
@@ -286,11 +287,10 @@ cudaError_t make_blocks_map(CUtensorMap& map, void* terms, int64_t matrices, int
   return make_tensor_map(map, DataType::kHalf, dims, view, rows, block, box_rows);
 }
 
-}  // namespace
-
-cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
-                                        void* grad_out_terms, cudaStream_t stream) {
-  using Tile = SplitHalfWgmmaTile<true, kSplitHalfPromoted>;
+template <int kN>
+cudaError_t launch(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms, void* grad_out_terms,
+                   cudaStream_t stream) {
+  using Tile = SplitHalfWgmmaTile<true, kSplitHalfPromoted, kN>;
   const Slice& slice = params.slice;
   const int64_t E = params.of[kGradKey].width, Ev = params.of[kGradValue].width, matrices = slice.batch_count,
                 rows = slice.row_count;
@@ -314,6 +314,14 @@ cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, 
                                               static_cast<int>(parts.count)};
   return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
                                                                          params, maps, lists);
+}
+
+}  // namespace
+
+cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
+                                        void* grad_out_terms, cudaStream_t stream) {
+  const bool narrow = params.of[kGradKey].width <= 64 && params.of[kGradValue].width <= 64;
+  return (narrow ? launch<64> : launch<128>)(params, query_terms, key_terms, grad_out_terms, stream);
 }
 
 }  // namespace attention_ext

@@ -1,7 +1,7 @@
 // Backward of float32 attention by half terms (Hopper), between its products: probabilities P and dS = P * (dP - delta) of whole
 // rows, in place of their weights and of dP, as two half terms with one power of two for every 64 x 64.
 //
-// 1. A warp a row: the row's reference and sum, of its segments', then delta = sum of P * dP - grad_lse. P is normalised by its own
+// 1. A warp a row: the row's reference, sum and delta = sum of P * dP - grad_lse, of its segments'. P is normalised by its own
 //    sum, a division: a row with one visible key has P = 1 and dS = 0 to the last bit, whatever its log-sum-exp.
 // 2. A CTA a tile of 64 x 64: P and dS in registers, the largest of each, their terms. Of tiles that the products read: those of a
 //    row tile of 128 up to the last key that it sees, zeros beyond what a row sees.
@@ -56,27 +56,17 @@ __global__ void __launch_bounds__(kCtaThreads)
   const bool none = reference == negative_infinity(0.0f);
   if (none) sum = 1.0f;
 
-  const float* g_weights = static_cast<const float*>(p.weights) + flat_row * p.pitch;
-  const float* g_grads = static_cast<const float*>(p.grads) + flat_row * p.pitch;
+  const float* g_delta = p.deltas + slice_index * all_segments(p) * rows + slice_row;
   float delta = 0.0f;
-  uint32_t largest_grad = 0;
   if (!none) {
-#pragma unroll 2
-    for (int col = lane * 4; col < visible; col += 128) {
-      float weight[4], grad[4], part[4];
-      load_quad<float>(weight, g_weights, col, visible, 1, true);
-      load_quad<float>(grad, g_grads, col, visible, 1, true);
-      const float factor = segment_factor(g_segment[col / kSegment * rows].reference, reference);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float of_key = probability(weight[e], factor, sum);
-        part[e] = of_key == 0.0f ? 0.0f : of_key * grad[e];
-        largest_grad = max(largest_grad, __float_as_uint(grad[e]) & 0x7fffffffu);
-      }
-      delta += part[0] + part[1] + (part[2] + part[3]);
+    for (int segment = lane; segment < segments; segment += 32) {
+      const SplitHalfSegment of = g_segment[segment * rows];
+      const float factor = segment_factor(of.reference, reference), part = g_delta[segment * rows];
+      if (factor == 0.0f) continue;
+      // Of a single key: its own probability, 1 if there is no other.
+      delta += of.sum < 0.0f ? part * probability(-of.sum, factor, sum) : probability(part, factor, sum);
     }
     delta = warp_sum(delta);
-    largest_grad = __reduce_max_sync(0xffffffffu, largest_grad);
   }
   if (lane != 0) return;
   if (p.grad_lse.data != nullptr) {
@@ -84,7 +74,6 @@ __global__ void __launch_bounds__(kCtaThreads)
         (static_cast<const float*>(p.grad_lse.data) + batch_offset(p.batch, p.grad_lse, n, 0))[row * p.grad_lse.row_stride];
   }
   p.row_values[flat_row] = {reference, sum, delta};
-  if (largest_grad > p.largest_grads[n]) atomicMax(&p.largest_grads[n], largest_grad);
   if (!none && reference < kFarBelow + 256.0f) p.marks[n] = 1;
 }
 

@@ -108,10 +108,12 @@ struct SplitHalfScores {
     if (too_large) p.marks[terms ? at.n * ceil_div(p.L, kExactRows) + (at.row + warp_row) / kExactRows : at.n] = 1;
   }
 
-  // What the gradients of the weights are before the softmax's: products, of those that dropout keeps.
+  // What the gradients of the weights are before the softmax's: products, of those that dropout keeps. And what delta is made of,
+  // while they are here.
   __device__ __forceinline__ void store_weight_grads(const Place& at, int row, const Fetched& fetched,
                                                      const float (&product)[Tile::kN / 2]) const {
     const float factor = static_cast<float>(p.factor);
+    uint32_t largest = 0;
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment) {
       if (segment * kSegment >= at.cols) break;
@@ -129,7 +131,44 @@ struct SplitHalfScores {
         }
       }
       store_floats(at, row, segment, x);
+      largest = max(largest, store_deltas(at, row, segment, x));
     }
+    largest = __reduce_max_sync(0xffffffffu, largest);
+    if (threadIdx.x % 32 == 0 && largest > p.largest_grads[at.n]) atomicMax(&p.largest_grads[at.n], largest);
+  }
+
+  // Of gradients of a segment's weights. Returns the largest whose weight is not 0, its bits.
+  __device__ __forceinline__ uint32_t store_deltas(const Place& at, int row, int segment,
+                                                   const float (&x)[kSegment / 2]) const {
+    uint32_t largest = 0;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float delta = 0.0f;
+      const int64_t rows = p.slice.row_count, slice_row = at.slice_row + row + 8 * half;
+      const int64_t place = (at.slice_index * (p.pitch / kSegment) + at.col / kSegment + segment) * rows + slice_row;
+      const bool exists = row + 8 * half < at.rows;
+      if (exists) {
+        // A row that sees one key has the very gradient for delta.
+        const bool single = p.segments[place].sum < 0.0f;
+        const float* g_weights = p.weights_of_grads + (at.slice_index * rows + slice_row) * p.pitch + at.col +
+                                 segment * kSegment + threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int i = 0; i < kSegment / 8; ++i) {
+          const float2 pair = *reinterpret_cast<const float2*>(g_weights + i * 8);
+          const float weight[2] = {pair.x, pair.y};
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const float grad = x[4 * i + 2 * half + e];
+            if (weight[e] == 0.0f) continue;
+            delta = single ? grad : fmaf(weight[e], grad, delta);
+            largest = max(largest, __float_as_uint(grad) & 0x7fffffffu);
+          }
+        }
+      }
+      delta = warp_sum<4>(delta);
+      if (exists && threadIdx.x % 4 == 0) p.deltas[place] = delta;
+    }
+    return largest;
   }
 
   // Of a segment, whose floats all exist: the pitch is whole segments.

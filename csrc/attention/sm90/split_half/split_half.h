@@ -48,6 +48,11 @@ struct SplitHalfScoresParams : SplitHalfStage {
   MatrixView mask;  // broadcasts to (N, L, S), float
   MaskType mask_type;
   int64_t pitch;  // of weights as floats, which are of all keys: whole segments
+  // Of gradients of weights: those weights, as floats; what a segment adds to delta, relative to its reference; and of a matrix the
+  // largest whose weight is not 0, its bits.
+  const float* weights_of_grads;
+  float* deltas;  // (matrices, pitch / 64, rows): the sum of weight * gradient; of a single key's segment its gradient
+  uint32_t* largest_grads;  // (N,), begun with zeros
 };
 
 // What becomes of products of query and key, and where: weights as terms, marks of rows. In the backward: weights as floats, marks
