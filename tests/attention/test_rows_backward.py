@@ -66,7 +66,8 @@ def test_chosen(hopper_kernels: None, L: int, S: int, E: int, causal: int) -> No
 
 def backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, causal: bool, name: str = KERNEL.name, **options) -> list[Tensor]:
     gqa = q.size(1) != k.size(1)
-    out, lse = sdpa_forward(q, k, v, None, None, 0.0, causal, enable_gqa=gqa)
+    # The forward by one kernel whatever the batch: which one "auto" takes is seen in the last bits of what it leaves.
+    out, lse = sdpa_forward(q, k, v, None, None, 0.0, causal, enable_gqa=gqa, kernel_name=KERNEL.name)
     options |= {"enable_gqa": gqa, "kernel_name": name}
     grad_lse = options.pop("grad_lse", None)
     return list(sdpa_backward(grad, grad_lse, q, k, v, None, out, lse, None, 0.0, causal, **options)[:3])
@@ -169,7 +170,7 @@ def masks(kind: str, B: int, H: int, L: int, S: int, dtype: torch.dtype) -> Tens
 def test_masks(hopper: None, dims: tuple[int, int], kind: str, p: float, poison_all: None) -> None:
     """As the pipeline's for every card has them: rows of the mask on 16-byte boundaries and not, groups, rows that see no key."""
     for number, (L, S, heads) in enumerate([(200, 320, (4, 4)), (129, 333, (4, 4)), (65, 64, (6, 2)), (300, 257, (2, 2))]):
-        causal, dtype = number % 2 == 1, torch.float16
+        causal, dtype = kind == "none" and number % 2 == 1, torch.float16
         q, k, v = draw(2, heads, L, S, dims, dtype)
         grad = normal(2, heads[0], L, dims[1], dtype=dtype)
         mask = masks(kind, 2, heads[0], L, S, dtype)

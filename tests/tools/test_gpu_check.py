@@ -200,18 +200,19 @@ def test_the_second_card_is_for_tests(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
 
 def test_continue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Tests for the benches of a command before: the record is complete, and of one card, wheel and csrc tree."""
-    module, benches = script("gpu_check"), []
+    """Tests for the benches of a command before: the record is complete, and of one kind of card and csrc tree."""
+    module, benches, envs = script("gpu_check"), [], []
     bench = {"shapes_summary": {}} | {name: complete()[name] for name in ("error_rule", "linear")}
+    tests = [ET.fromstring(f'<testcase classname="tests.{name}" name="t"/>') for name in ("test_a", "test_two_devices")]
 
-    def check(*arguments: str, tree: str = TREE) -> tuple[int, dict[str, Any]]:
-        monkeypatch.setattr(module, "install", lambda wheel: ({}, about(tree, 1) | {"uuid": "GPU-1", "attention_ext": "0"}))
+    def check(*arguments: str, tree: str = TREE, cards: int = 1) -> tuple[int, dict[str, Any]]:
+        monkeypatch.setattr(module, "install", lambda wheel: ({}, about(tree, cards) | {"uuid": f"GPU-{cards}"}))
         monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(tmp_path), "--commit", "c", *arguments])
         return module.main(), json.loads((tmp_path / "some_card.json").read_text())
 
     monkeypatch.setattr(module, "THERE", [])
     monkeypatch.setattr(module, "run_bench", lambda name, options, env: (0, (benches.append(name), bench)[1]))
-    monkeypatch.setattr(module, "run_tests", lambda shares, env: [ET.fromstring('<testcase classname="a" name="t"/>')])
+    monkeypatch.setattr(module, "run_tests", lambda shares, *given: (envs.append(given), tests[: len(given)])[1])
     monkeypatch.setattr(module, "run_sanitizer", lambda *_: {"clean": True})
     monkeypatch.setattr(module, "run_randomised", lambda examples, env: {"asked": examples, "count": examples, "failed": 0})
     with pytest.raises(SystemExit, match=r"--continue: .*some_card.json is of another .*, or not there"):
@@ -222,7 +223,11 @@ def test_continue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         check("--continue", tree=OTHER)
     code, whole = check("--continue")
     assert code == 0 and whole["sound"] and whole["gpu_tests"]["tests"] == 1 and whole["linear"] == first["linear"]
-    assert benches == ["record", "record_shapes"] and whole["seconds"].keys() == {"benches", "shapes", "tests_and_sanitizers"}
+    assert whole["checked_on"]["uuid"] == "GPU-1" and "two_cards" not in whole and envs == [({},)]
+    code, whole = check("--continue", cards=2)
+    assert code == 0 and whole["sound"] and whole["gpu_tests"]["tests"] == 2 and whole["two_cards"]["tests"] == 1
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in envs[1]] == ["0,1", "1,0"] and whole["checked_on"]["uuid"] == "GPU-2"
+    assert benches == ["record", "record_shapes"]
 
 
 @pytest.mark.parametrize("change", ["", "left out", "failed", "absent"])
