@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import typed_use
-from paths import ROOT
 
 from attention_ext import operators
 
-STUB = (ROOT / "attention_ext" / "operators.pyi").read_text()
+STUB = Path(operators.__file__).with_suffix(".pyi").read_text()  # beside the module that is imported
 FUNCTIONS = {node.name: node for node in ast.parse(STUB).body if isinstance(node, ast.FunctionDef) and node.name[0] != "_"}
 ASKED = {
     "build_info",
