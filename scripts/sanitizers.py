@@ -16,8 +16,7 @@ LONGEST = 1800  # seconds of anything that is not timed
 OURS = ["--kernel-name", "kernel_substring=attention_ext", "--error-exitcode", "9"]
 SANITIZERS = {  # tool -> options
     "memcheck": OURS,
-    # A warp's lanes write or read, __syncwarp, one of them arrives at an mbarrier: the tool follows that only if asked to.
-    "racecheck": [*OURS, "--racecheck-indirect-barrier-dependency"],
+    "racecheck": OURS,
     "synccheck": [*OURS, "--num-cuda-barriers", "64"],  # of a block; the tool's own count of them can be too small
     "initcheck": ["--print-limit", "0"],  # watches all kernels: what one that it does not watch wrote is unwritten to it
 }

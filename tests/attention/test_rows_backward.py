@@ -53,10 +53,13 @@ def test_refusals(facts: dict[str, int], clause: str) -> None:
 
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("E", [64, 128, 192, 256])
-@pytest.mark.parametrize(("L", "S"), [(512, 512), (8192, 8192)])
+@pytest.mark.parametrize(("L", "S"), [(512, 512), (2048, 2048), (8192, 8192)])
 def test_chosen(hopper_kernels: None, L: int, S: int, E: int, causal: int) -> None:
     """Where its tiles fill the card, as it leaves no scores in memory; grouped heads take no longer."""
     found = plan(L=L, S=S, E=E, Ev=E, causal=causal)
+    if (L, E, causal) == (2048, 256, 0):  # the one case of these in which slices of scores cost less
+        assert found.kernel == "sm90_pipeline", found.reason
+        return
     assert found.kernel == "sm90_256", found.reason
     grouped = plan(L=L, S=S, E=E, Ev=E, causal=causal, N=512, key_group=8, value_group=8)
     apart = plan(L=L, S=S, E=E, Ev=E, causal=causal, N=512)

@@ -100,18 +100,12 @@ def gradients(
 
 
 def hold(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor | None = None, causal: bool = False, **options) -> None:
-    """The error rule, and the same bits twice. Of up to 64 keys or 32 products, which are left to the pipeline unless asked for by
-    name, an error of 2^-21 of all of a gradient will do as well: what two terms may leave out of a product."""
+    """The error rule, and the same bits twice."""
     gqa, inputs = q.size(1) != k.size(1), [q, k, v, mask]
     want, _, want_grads = oracle_with_grads(inputs, grad, causal, None, gqa)
     _, own_grads = torch_own(inputs, grad, want, causal, None, gqa)
     grads, again = (gradients(q, k, v, grad, mask, causal, **options) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
-    keys = min(k.size(-2), q.size(-2)) if causal else k.size(-2)
-    if min(q.size(-1), v.size(-1)) <= 32 or keys <= 64:
-        pairs = zip(grads, want_grads, strict=False)
-        if all((got - want).norm() <= 2**-21 * want.norm() for got, want in pairs):
-            return
     error_rule.check_gradients(grads, want_grads, own_grads, torch.float32)
 
 
