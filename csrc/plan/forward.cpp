@@ -61,7 +61,7 @@ int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
 }
 int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 
-// The kinds of problem that bench/results has, forward and both ways. Of float32 the smallest has 512 rows and keys and 2^26 scores.
+// The kinds of problem that bench/results has as faster. Of float32 the smallest has 512 rows and keys, and 2^26 scores.
 bool measured_faster(const Problem& p) {
   constexpr int64_t kMinScores = int64_t{1} << 24;
   const int64_t narrow = std::min(p.E, p.Ev), keys = p.visible_keys();

@@ -11,8 +11,9 @@
 
 namespace attention_ext {
 
-// -inf where a mask of bytes hides a key: a lane reads the warp's 16 keys of a query at once. g_key: the warp's first key of query 0
-// in the mask, whose rows are on 16-byte boundaries; query: the block's first one; queries that do not exist read the `last` one's.
+// -inf where a mask of bytes hides a key: a lane reads the warp's 16 keys of a query at once. g_key: the warp's first key of query
+// 0 in the mask, whose rows are on 16-byte boundaries; query: the block's first one. Queries that do not exist have the row of the
+// `last` one.
 template <int kScores>
 __device__ __forceinline__ void mask_columns(float (&x)[kScores], const uint8_t* g_key, int64_t row_stride, int query,
                                              int last) {

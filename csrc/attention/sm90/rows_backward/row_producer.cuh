@@ -1,4 +1,5 @@
-// A tile of the row kernel in shared memory, and its loading side: a thread for keys and values, one for queries with their gradients.
+// A tile of the row kernel in shared memory, and its loading side: a thread for keys and values, one for queries with their
+// gradients.
 #pragma once
 
 #include "attention/sm90/rows_backward/parts.cuh"
