@@ -1,7 +1,7 @@
 // Before the backward of the row kernels: what they want to know of 32 queries together (QueryRecord), so that the threads which
 // load never read or write it themselves.
 //
-// A warp a record, a lane a query; a lane reads lse, delta and, where lse is large, norm. Memory bounds it: 8 bytes a query read and
+// A warp a record, a lane a query; a lane reads lse, delta and, where lse is large, norm. Memory bounds it: 8 bytes a query read,
 // 13 written. Grid: one CTA of 256 threads per 8 records of the flattened (N, records_of_head). No shared memory.
 #include "attention/sm90/rows_backward/parts.cuh"
 #include "core/launch.cuh"
