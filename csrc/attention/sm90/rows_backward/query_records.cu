@@ -17,8 +17,9 @@ __global__ void __launch_bounds__(kCtaThreads)
     query_records_kernel(const __grid_constant__ RowsBackwardParams p, int64_t first_record) {
   const int64_t at = first_record + static_cast<int64_t>(blockIdx.x) * kRecordsPerCta + threadIdx.x / 32;
   if (at >= p.N * p.records_of_head) return;
-  int64_t n, record;
-  divide(at, p.records_of_head, n, record);
+  int64_t matrix, record;
+  divide(at, p.records_of_head, matrix, record);
+  const uint32_t n = static_cast<uint32_t>(matrix);  // heads are counted in 32 bits
   const int lane = threadIdx.x % 32, first = static_cast<int>(record) * QueryRecord::kQueries, query = first + lane;
 
   const Exponents<T> exponents = {p};
@@ -29,9 +30,9 @@ __global__ void __launch_bounds__(kCtaThreads)
     if (given != negative_infinity(0.0f)) {
       lse = isinf(given) ? given - given : given;  // of a score of +inf: NaN
       offset = Exponents<T>::kShift;
-      delta = -p.delta[n * p.L + query] * Exponents<T>::kUnscale;
+      delta = -p.delta[matrix * p.L + query] * Exponents<T>::kUnscale;
       if (!(fabsf(lse) < kLargeLse)) {
-        offset += log2f(p.norm[n * p.L + query]);
+        offset += log2f(p.norm[matrix * p.L + query]);
       } else if (!p.differences) {
         offset -= lse * kLog2E;
       }
@@ -45,7 +46,7 @@ __global__ void __launch_bounds__(kCtaThreads)
   to.delta[lane] = delta;
   if (lane == 0) {
     to.mask = p.mask_type != MaskType::kNone ? batch_offset(p.batch, p.mask, n, 0) : 0;
-    to.n = static_cast<uint32_t>(n);
+    to.n = n;
     to.query = first;
     to.careful = careful;
     for (int32_t& word : to.unused) word = 0;  // bulk copies read them
