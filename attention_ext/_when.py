@@ -37,9 +37,12 @@ def _why_not_preferred(query: Tensor, value: Tensor, mask: Tensor | None, dropou
         return f"on {query.device.type} sdpa is PyTorch's operator"
     if _capability(query.device.index) != 90:
         return "it was measured faster on compute capability 9.0 alone"
-    if query.dtype not in (torch.float16, torch.bfloat16):
-        return "it was measured faster for half types alone"
-    if not (256 < E <= 1024 and 256 < Ev <= 1024 and E % 8 == 0 and Ev % 8 == 0):
+    if query.dtype == torch.float32:
+        if not (64 <= E <= 1024 and 64 <= Ev <= 1024):
+            return "it was measured faster in float32 for head dims from 64 to 1024 alone"
+    elif query.dtype not in (torch.float16, torch.bfloat16):
+        return "it was measured faster for half types and float32 alone"
+    elif not (256 < E <= 1024 and 256 < Ev <= 1024 and E % 8 == 0 and Ev % 8 == 0):
         return "it was measured faster for head dims that are multiples of 8 from 264 to 1024 alone"
     if dropout_p > 0.0:
         return "it was not measured faster with dropout"

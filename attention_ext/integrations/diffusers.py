@@ -103,8 +103,7 @@ def use_in_vae(vae: nn.Module, when: When = "preferred") -> InUse:
 
     Args:
         vae: a model with an encoder or a decoder, or both.
-        when: which calls go to attention_ext.sdpa, as in attention_ext.override. "preferred" leaves float32 to PyTorch, whose
-            kernels are faster there: a VAE with force_upcast gains nothing.
+        when: which calls go to attention_ext.sdpa, as in attention_ext.override. "preferred" takes half types and float32.
 
     Raises:
         TypeError: neither encoder nor decoder is a module.

@@ -61,6 +61,15 @@ int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
 }
 int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 
+// The kinds of problem that bench/results has as faster. Of float32 the smallest has 512 rows and keys, and 2^26 scores.
+bool measured_faster(const Problem& p) {
+  constexpr int64_t kMinScores = int64_t{1} << 24;
+  const int64_t narrow = std::min(p.E, p.Ev), keys = p.visible_keys();
+  if (p.dropout || std::max(p.E, p.Ev) > kMost1024) return false;
+  if (element_bytes(p.type) == 2) return narrow > 256 && keys >= 256;
+  return p.type == DataType::kFloat && narrow >= 64 && std::min(p.L, keys) >= 512 && times(p.N, p.L, keys) >= kMinScores;
+}
+
 }  // namespace
 
 std::string split_half_refuses(const Problem& p) {
@@ -120,10 +129,10 @@ const ForwardTable kForwardKernels = {{
 }};
 
 bool preferred(const Problem& p, const DeviceInfo& card) {
-  const bool measured = std::min(p.E, p.Ev) > 256 && std::max(p.E, p.Ev) <= kMost1024 && p.visible_keys() >= 256 && !p.dropout;
-  if (!measured || element_bytes(p.type) != 2) return false;
+  if (!measured_faster(p)) return false;
   for (const auto& row : kForwardKernels) {
-    if (row.capability == 90 && refusal(row, p, card).empty()) return true;
+    const bool yields = row.yields != nullptr && row.yields(p) != nullptr;
+    if (row.capability == 90 && !yields && refusal(row, p, card).empty()) return true;
   }
   return false;
 }

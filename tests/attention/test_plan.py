@@ -241,13 +241,6 @@ def test_rows_of_a_tile() -> None:
     assert cost("sm90_256", L=2, **grouped) > 1.9 * cost("sm90_256", L=1, **grouped)
 
 
-def test_preferred_is_what_was_measured_faster() -> None:
-    needs_hopper_kernels()
-    assert plan(**TYPICAL).preferred and plan(**TYPICAL | {"E": 1024, "Ev": 1024}).preferred
-    for facts in ({"S": 64}, {"L": 64, "causal": 1}, {"Ev": 256}, {"E": 1032}, {"dropout": 1}, {"type": FLOAT}):
-        assert not plan(**TYPICAL | facts).preferred, facts
-
-
 @pytest.mark.parametrize("cap", [0, 1 << 16, 1 << 20, CAP])
 def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
     rng = random.Random(0)

@@ -150,6 +150,28 @@ def test_options(hopper: None, dims: tuple[int, int], options: dict, causal: boo
         assert (ours - theirs).norm() <= 2e-3 * theirs.norm() + 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", WIDEST, ids=str)
+def test_a_large_log_sum_exp_changes_no_other_row(hopper: None, dims: tuple[int, int], causal: bool, poison_all: None) -> None:
+    """Some queries of a block are made by the difference first, or all, or none: of the others dQ keeps its bits."""
+    for rows in ([0], [31, 32], [63, 64, 95, 96], [127, 128, 332]):
+        q, k, v = draw(2, (4, 2), 333, 400, dims, torch.float16)
+        grad = normal(2, 4, 333, dims[1], dtype=torch.float16)
+        out, lse = sdpa_forward(q, k, v, None, None, 0.0, causal, enable_gqa=True)
+        large = q.clone()
+        large[:, :, rows] *= 600
+        large_out, large_lse = sdpa_forward(large, k, v, None, None, 0.0, causal, enable_gqa=True)
+        assert bool((large_lse[:, :, rows].abs() >= 1024).any())
+        others = [row for row in range(333) if row not in rows]
+        large_out[:, :, others], large_lse[:, :, others] = out[:, :, others], lse[:, :, others]
+        options = {"enable_gqa": True, "kernel_name": KERNEL.name}
+        want = sdpa_backward(grad, None, q, k, v, None, out, lse, None, 0.0, causal, **options)[:3]
+        got = sdpa_backward(grad, None, large, k, v, None, large_out, large_lse, None, 0.0, causal, **options)[:3]
+        assert torch.equal(got[0][:, :, others], want[0][:, :, others]), rows
+        assert all(bool(one.isfinite().all()) for one in got)
+
+
 def masks(kind: str, B: int, H: int, L: int, S: int, dtype: torch.dtype) -> Tensor | None:
     def shown(*shape: int) -> Tensor:
         return torch.rand(shape, device="cuda") < 0.7

@@ -107,8 +107,8 @@ def test_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @torch.no_grad()
-def test_preferred_leaves_float32_and_the_cpu_to_pytorch(device: str) -> None:
-    vae, x = kl(device), normal(1, 3, 16, 16, device=device)
+def test_preferred_leaves_float64_and_the_cpu_to_pytorch(device: str) -> None:
+    vae, x = kl(device).double(), normal(1, 3, 16, 16, device=device).double()
     want = through(vae, x)
     with use_in_vae(vae) as use:
         assert torch.equal(through(vae, x), want)
@@ -118,8 +118,9 @@ def test_preferred_leaves_float32_and_the_cpu_to_pytorch(device: str) -> None:
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_preferred_takes_half_types_on_hopper() -> None:
-    vae, x = kl("cuda").half(), normal(1, 3, 64, 64, device="cuda").half()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_preferred_takes_half_types_and_float32_on_hopper(dtype: torch.dtype) -> None:
+    vae, x = kl("cuda").to(dtype), normal(1, 3, 64, 64, device="cuda").to(dtype)
     with use_in_vae(vae) as use:
         through(vae, x)
     assert use.override.taken == (2 if torch.cuda.get_device_capability() == (9, 0) else 0)

@@ -67,8 +67,10 @@ def test_preferred_leaves_what_was_not_measured_faster(device: str) -> None:
 # E, Ev, dtype, dropout_p, whether preferred() with many keys is True on Hopper
 CALLS = [
     (512, 512, torch.float16, 0.0, True), (1024, 264, torch.bfloat16, 0.0, True), (256, 256, torch.float16, 0.0, False),
-    (512, 256, torch.float16, 0.0, False), (512, 512, torch.float32, 0.0, False), (512, 512, torch.float16, 0.1, False),
-    (1032, 512, torch.float16, 0.0, False), (516, 512, torch.float16, 0.0, False),
+    (512, 256, torch.float16, 0.0, False), (512, 512, torch.float32, 0.0, True), (512, 512, torch.float16, 0.1, False),
+    (1032, 512, torch.float16, 0.0, False), (516, 512, torch.float16, 0.0, False), (64, 64, torch.float32, 0.0, True),
+    (1024, 65, torch.float32, 0.0, True), (56, 64, torch.float32, 0.0, False), (64, 1025, torch.float32, 0.0, False),
+    (512, 512, torch.float32, 0.1, False), (512, 512, torch.float64, 0.0, False),
 ]  # fmt: skip
 
 
@@ -78,10 +80,10 @@ def test_preferred_is_the_rule_of_preferred(
 ) -> None:
     monkeypatch.setattr(_when, "capability", lambda index: (9, 0))
     with torch._subclasses.FakeTensorMode():
-        q, v = (torch.empty(1, 1, 512, size, dtype=dtype, device="cuda") for size in (E, Ev))
+        q, v = (torch.empty(4, 16, 512, size, dtype=dtype, device="cuda") for size in (E, Ev))
         assert (_when._why_not_preferred(q, v, None, dropout_p) == "") == faster
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
-        q, v = (torch.empty(1, 1, 512, size, dtype=dtype, device="cuda") for size in (E, Ev))
+        q, v = (torch.empty(4, 16, 512, size, dtype=dtype, device="cuda") for size in (E, Ev))
         assert attention_ext.preferred(q, q, v, None, dropout_p) == faster
 
 

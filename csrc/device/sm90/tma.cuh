@@ -1,4 +1,4 @@
-// Tiles of tensors copied by TMA (cp.async.bulk.tensor: sm_90), one instruction per function.
+// Tiles of tensors, and plain memory, copied by TMA (cp.async.bulk: sm_90), one instruction per function.
 #pragma once
 
 #include <cuda.h>
@@ -37,6 +37,13 @@ __device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& 
     }
     box.at[dim] = static_cast<int32_t>(index);
   }
+}
+
+// `bytes` of global memory, a multiple of 16 as both addresses are, to shared memory; `barrier` counts them. One thread.
+__device__ __forceinline__ void bulk_load(uint32_t s_dst, const void* g_src, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(s_dst),
+               "l"(g_src), "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
 __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap* map) {

@@ -11,15 +11,18 @@
 
 namespace attention_ext {
 
-// -inf where a mask of bytes hides a key: a lane reads the warp's 16 keys of a query at once. g_key: the warp's first key in the
-// mask, whose rows begin at rows[] and are on 16-byte boundaries.
+// -inf where a mask of bytes hides a key: a lane reads the warp's 16 keys of a query at once. g_key: the warp's first key of query
+// 0 in the mask, whose rows are on 16-byte boundaries; query: the block's first one. Queries that do not exist have the row of the
+// `last` one.
 template <int kScores>
-__device__ __forceinline__ void mask_columns(float (&x)[kScores], const uint8_t* g_key, const int64_t* rows) {
+__device__ __forceinline__ void mask_columns(float (&x)[kScores], const uint8_t* g_key, int64_t row_stride, int query,
+                                             int last) {
   const int lane = threadIdx.x % 32;
   static_assert(kScores % 16 == 0, "32 queries at a time");
 #pragma unroll
   for (int part = 0; part < kScores / 16; ++part) {
-    const uint32_t own = bits_of_bytes(*reinterpret_cast<const uint4*>(g_key + rows[part * 32 + lane]));
+    const uint8_t* g_row = g_key + min(query + part * 32 + lane, last) * row_stride;
+    const uint32_t own = bits_of_bytes(*reinterpret_cast<const uint4*>(g_row));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -32,21 +35,22 @@ __device__ __forceinline__ void mask_columns(float (&x)[kScores], const uint8_t*
   }
 }
 
-// The same of any mask, or its sum: g_key: the thread's first key; `seen` keys exist from there on; rows: of the thread's queries.
+// The same of any mask, or its sum: g_key: the thread's first key of query 0; `seen` keys exist from there on; query: the thread's
+// first one.
 template <class Stored, int kScores>
-__device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* g_key, const int64_t* rows, int64_t col_stride,
-                                             int seen) {
+__device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* g_key, const MatrixView& mask, int query,
+                                             int last, int seen) {
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
     if (i % 2 == 0) keep_order();  // eight loads in flight; the compiler would take registers for all
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      const Stored* g_query = g_key + rows[8 * i + e];
+      const Stored* g_query = g_key + min(query + 8 * i + e, last) * mask.row_stride;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (8 * half >= seen) continue;
         float& score = x[4 * i + 2 * half + e];
-        const Stored stored = g_query[8 * half * col_stride];
+        const Stored stored = g_query[8 * half * mask.col_stride];
         if constexpr (std::is_same_v<Stored, uint8_t>) {
           if (!mask_shows(stored)) score = negative_infinity(0.0f);
         } else {
@@ -60,27 +64,28 @@ __device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* 
 // column_weights under a mask, or without one: the difference of score and log-sum-exp first.
 template <class Tile, int kScores>
 __device__ __forceinline__ void column_weights_general(float (&scores)[kScores], const RowsBackwardParams& p,
-                                                       const typename Tile::Shared& shared, int slot,
-                                                       const typename Tile::Work& work, int first_row) {
+                                                       const QueryRecord* records, const typename Tile::Work& work,
+                                                       int first_row) {
   const int lane = threadIdx.x % 32, col = lane % 4 * 2;
   const int warp_key = work.key + first_row + threadIdx.x / 32 % 4 * 16, key = warp_key + lane / 4;
 #pragma unroll
   for (int i = 0; i < kScores; ++i) scores[i] = __fmul_rn(scores[i], p.scale_factor);
+  const int query = records[0].query, last = static_cast<int>(p.L) - 1;
   visit_mask<typename Tile::T>(p.mask, p.mask_type, [&](auto* g_mask) {
+    g_mask += records[0].mask;
     using Stored = std::remove_cv_t<std::remove_pointer_t<decltype(g_mask)>>;
     if constexpr (std::is_same_v<Stored, uint8_t>) {
       if (p.mask.vector && warp_key + 16 <= work.keys) {
-        mask_columns(scores, g_mask + warp_key, shared.mask_row[slot]);
+        mask_columns(scores, g_mask + warp_key, p.mask.row_stride, query, last);
         return;
       }
     }
-    mask_columns(scores, g_mask + key * p.mask.col_stride, &shared.mask_row[slot][col], p.mask.col_stride, work.keys - key);
+    mask_columns(scores, g_mask + key * p.mask.col_stride, p.mask, query + col, last, work.keys - key);
   });
-  const int from_key = p.sequence.causal ? shared.block[slot] * Tile::kM + col - key : 8;
+  const int from_key = p.sequence.causal ? query + col - key : 8;
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
-    const float2 offset = *reinterpret_cast<const float2*>(&shared.offset[slot][col + 8 * i]);
-    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[slot][col + 8 * i]);
+    const float2 offset = query_pair(records, &QueryRecord::offset, i), lse = query_pair(records, &QueryRecord::lse, i);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const float weight = Exponents<typename Tile::T>::weight_of_score(scores[4 * i + e], e % 2 == 0 ? lse.x : lse.y,
@@ -90,10 +95,16 @@ __device__ __forceinline__ void column_weights_general(float (&scores)[kScores],
   }
 }
 
-// Which of a thread's elements dropout keeps, a bit each.
+// Which of a thread's elements dropout keeps, a bit each: all until it is drawn.
 template <int kScores>
 struct ColumnKept {
-  uint32_t word[(kScores + 31) / 32];
+  static constexpr int kWords = (kScores + 31) / 32;
+  uint32_t word[kWords];
+
+  __device__ __forceinline__ ColumnKept() {
+#pragma unroll
+    for (int part = 0; part < kWords; ++part) word[part] = ~0u;
+  }
 
   // Four adjacent keys of a query are drawn at once, and four lanes have one of them each, of four pairs of a query and such keys:
   // each lane draws for one pair. n: the query's head; query: the thread's first one; warp_key: a multiple of 16. All lanes.
@@ -102,7 +113,7 @@ struct ColumnKept {
     const int lane = threadIdx.x % 32, own = lane / 4 % 4;
     const int quad = warp_key / 4 + own / 2 * 2 + lane / 16;
 #pragma unroll
-    for (int part = 0; part < (kScores + 31) / 32; ++part) {
+    for (int part = 0; part < kWords; ++part) {
       uint32_t drawn = 0;
 #pragma unroll 2
       for (int i = 0; i < (kScores - part * 32 < 32 ? (kScores - part * 32) / 4 : 8); ++i) {
@@ -118,8 +129,12 @@ struct ColumnKept {
   }
   __device__ __forceinline__ void apply(float (&x)[kScores]) const {
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) {
-      if ((word[i / 32] >> i % 32 & 1) == 0) x[i] = 0.0f;
+    for (int part = 0; part < kWords; ++part) {
+      if (word[part] == ~0u) continue;
+#pragma unroll
+      for (int i = part * 32; i < kScores && i < part * 32 + 32; ++i) {
+        if ((word[part] >> i % 32 & 1) == 0) x[i] = 0.0f;
+      }
     }
   }
 };

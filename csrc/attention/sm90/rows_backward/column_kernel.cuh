@@ -8,8 +8,8 @@
 //   S_j, dP_j, dV and dK begin together | S_j is there: P_j | dP_j is there: dS_j | dV and dK are there: packed
 // Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
 // Above head dim 128 a tile is 64 keys, and the consumers have roles (column_roles.cuh).
-// A third warpgroup's first warp loads: keys with values, a tile at a time, and in a ring queries with their gradients, and next to
-// them what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
+// A thread of a third warpgroup loads: keys with values, a tile at a time, and in a ring queries with their gradients and records
+// (QueryRecord). CTAs stay and take tile after tile.
 // Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
 // 32, which lie where dP does while that is not there).
 #pragma once
@@ -22,7 +22,7 @@
 
 namespace attention_ext {
 
-// Loads. One warp.
+// Loads. One thread, which waits for nothing but room.
 template <class Tile>
 class ColumnProducer {
  public:
@@ -30,53 +30,45 @@ class ColumnProducer {
 
   __device__ __forceinline__ ColumnProducer(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
                                             typename Tile::Shared& shared)
-      : p_(p), maps_(maps), shared_(shared), exponents_{p} {}
+      : p_(p), maps_(maps), shared_(shared) {}
 
   __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
     RowsPlaces places(order.tiles);
 #pragma unroll 1
     while (places.next()) {
       const uint32_t place = places.template query<Tile::kPlaces>();
-      mbarrier_wait(shared_address(&shared_.key_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
       const auto at = order.at(places.place());
       const uint32_t group = static_cast<uint32_t>(p_.key_group), n = at.head * group;
       const int key = static_cast<int>(at.tile) * Tile::kN, keys = key_range(p_.sequence, n, p_.S).keys;
       const int end = static_cast<int>((p_.L + Tile::kM - 1) / Tile::kM);
       const int begin = key >= keys ? end : p_.sequence.causal ? min(key / Tile::kM, end) : 0;
-      __syncwarp();
-      if (elect_thread()) {
-        shared_.work[places.round() % Tile::kWorks] = {
-            n,
-            key,
-            keys,
-            begin,
-            end,
-            batch_offset(p_.batch, p_.grad_key, n, 0) + key * p_.grad_key.row_stride,
-            batch_offset(p_.batch, p_.grad_value, n, 0) + key * p_.grad_value.row_stride};
-        const uint32_t s_full = shared_address(&shared_.key_full[place]);
-        mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.key[0]) + sizeof(shared_.value[0]));
-        load(shared_.key[place], maps_.key, p_.key, n, key, s_full);
-        load(shared_.value[place], maps_.value, p_.value, n, key, s_full);
-      }
+      TensorPosition key_box, value_box;
+      set_batch(key_box, p_.batch, p_.key, n);
+      set_batch(value_box, p_.batch, p_.value, n);
+      mbarrier_wait(shared_address(&shared_.key_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
+      const uint32_t s_full = shared_address(&shared_.key_full[place]);
+      load(shared_.key[place], maps_.key, key_box, key, s_full);
+      load(shared_.value[place], maps_.value, value_box, key, s_full);
+      shared_.work[places.round() % Tile::kWorks] = {
+          n,
+          key,
+          keys,
+          begin,
+          end,
+          batch_offset(p_.batch, p_.grad_key, n, 0) + key * p_.grad_key.row_stride,
+          batch_offset(p_.batch, p_.grad_value, n, 0) + key * p_.grad_value.row_stride};
+      // After the loads, so that they are on their way; the phase lasts until this thread has arrived.
+      mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.key[0]) + sizeof(shared_.value[0]));
 #pragma unroll 1
-      for (uint32_t head = n; head < n + group; ++head) {
-        const float* g_lse = static_cast<const float*>(p_.lse.data) + batch_offset(p_.batch, p_.lse, head, 0);
-#pragma unroll 1
-        for (int block = end - 1; block >= begin; --block) load_block(head, g_lse, block, key);
-      }
+      for (uint32_t head = n; head < n + group; ++head) load_head(head, begin, end);
     }
   }
 
  private:
-  static constexpr int kRowsOfLane = Tile::kM / 32;
-  static_assert(Tile::kM % 32 == 0);
-
   template <int kElements>
-  __device__ __forceinline__ void load(T (&to)[Tile::kSteps][kElements], const CUtensorMap& map, const MatrixView& view,
-                                       uint32_t n, int row, uint32_t s_full) const {
-    TensorPosition box;
+  __device__ __forceinline__ void load(T (&to)[Tile::kSteps][kElements], const CUtensorMap& map, TensorPosition& box, int row,
+                                       uint32_t s_full) const {
     box.at[1] = row;
-    set_batch(box, p_.batch, view, n);
 #pragma unroll
     for (int step = 0; step < Tile::kSteps; ++step) {
       box.at[0] = step * Tile::kStep;
@@ -84,64 +76,32 @@ class ColumnProducer {
     }
   }
 
-  __device__ __forceinline__ void load_block(uint32_t n, const float* g_lse, int block, int key) {
-    const int lane = threadIdx.x % 32, query = block * Tile::kM;
-    typename Exponents<T>::Row rows[kRowsOfLane];
-    bool careful = false;
-#pragma unroll
-    for (int i = 0; i < kRowsOfLane; ++i) {
-      rows[i] = exponents_.row(g_lse, static_cast<int64_t>(n) * p_.L, query + lane + 32 * i);
-      careful = careful || exponents_.careful(rows[i].lse);
-    }
-    careful = __any_sync(0xffffffffu, careful);
-    const int slot = stage_.slot;
-    mbarrier_wait(shared_address(&shared_.empty[slot]), stage_.parity ^ 1);
-#pragma unroll
-    for (int i = 0; i < kRowsOfLane; ++i) {
-      shared_.lse[slot][lane + 32 * i] = rows[i].lse;
-      shared_.offset[slot][lane + 32 * i] = rows[i].offset;
-      shared_.delta[slot][lane + 32 * i] = rows[i].delta;
-    }
-    if constexpr (Tile::kGeneral) find_mask_rows(n, query, slot);
-    if (lane < kRowsBackwardConsumers) {
-      // A query before a key does not see it; a consumer's last key is its 64th.
-      const int last_key = key + (Tile::kRoles ? 0 : lane * 64) + 63;
-      shared_.careful[slot][lane] = careful || (p_.sequence.causal && query < last_key);
-      if (lane == 0) shared_.block[slot] = block;
-    }
-    __syncwarp();  // all lanes' values are there before one of them arrives
-    if (elect_thread()) {
-      const uint32_t s_full = shared_address(&shared_.full[slot]);
-      if constexpr (Tile::kRoles) {  // the one consumer begins with the first of them, the other one with the second
-        const uint32_t s_grad_full = shared_address(&shared_.grad_full[slot]);
-        mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.query[0]));
-        load(shared_.query[slot], maps_.query, p_.query, n, query, s_full);
-        mbarrier_arrive_expect_bytes(s_grad_full, sizeof(shared_.grad_out[0]));
-        load(shared_.grad_out[slot], maps_.grad_out, p_.grad_out, n, query, s_grad_full);
-      } else {
-        mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.query[0]) + sizeof(shared_.grad_out[0]));
-        load(shared_.query[slot], maps_.query, p_.query, n, query, s_full);
-        load(shared_.grad_out[slot], maps_.grad_out, p_.grad_out, n, query, s_full);
-      }
-    }
-    stage_.advance();
-  }
-
-  // Where they begin in the mask; those of queries that do not exist where the last one's does.
-  __device__ __forceinline__ void find_mask_rows(uint32_t n, int query, int slot) const {
-    const int lane = threadIdx.x % 32;
-    const int64_t mask = p_.mask_type == MaskType::kNone ? 0 : batch_offset(p_.batch, p_.mask, n, 0);
+  // Blocks of a head's queries, from the last one to the first. What divides is outside of the loop: it takes as long as a block.
+  __device__ __forceinline__ void load_head(uint32_t n, int begin, int end) {
+    TensorPosition query_box, grad_box;
+    set_batch(query_box, p_.batch, p_.query, n);
+    set_batch(grad_box, p_.batch, p_.grad_out, n);
+    const QueryRecord* g_records = p_.records + static_cast<int64_t>(n) * p_.records_of_head;
 #pragma unroll 1
-    for (int i = lane; i < Tile::kM; i += 32) {
-      shared_.mask_row[slot][i] = mask + min(query + i, static_cast<int>(p_.L) - 1) * p_.mask.row_stride;
+    for (int block = end - 1; block >= begin; --block) {
+      const int slot = stage_.slot;
+      mbarrier_wait(shared_address(&shared_.empty[slot]), stage_.parity ^ 1);
+      // By roles the one consumer begins with queries, the other one with gradients.
+      const uint32_t s_full = shared_address(&shared_.full[slot]);
+      const uint32_t s_grad_full = Tile::kRoles ? shared_address(&shared_.grad_full[slot]) : s_full;
+      mbarrier_arrive_expect_bytes(
+          s_full, sizeof(shared_.query[0]) + sizeof(shared_.records[0]) + (Tile::kRoles ? 0 : sizeof(shared_.grad_out[0])));
+      load(shared_.query[slot], maps_.query, query_box, block * Tile::kM, s_full);
+      bulk_load(shared_address(shared_.records[slot]), g_records + block * Tile::kRecords, sizeof(shared_.records[0]), s_full);
+      if constexpr (Tile::kRoles) mbarrier_arrive_expect_bytes(s_grad_full, sizeof(shared_.grad_out[0]));
+      load(shared_.grad_out[slot], maps_.grad_out, grad_box, block * Tile::kM, s_grad_full);
+      stage_.advance();
     }
-    if (lane == 0) shared_.head[slot] = n;
   }
 
   const RowsBackwardParams& p_;
   const RowsBackwardMaps& maps_;
   typename Tile::Shared& shared_;
-  const Exponents<T> exponents_;
   RingPlace<Tile::kStages> stage_;
 };
 
@@ -175,8 +135,7 @@ class ColumnConsumer {
 #pragma unroll 1
         while (--left > 0) step<false>();
       }
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
+      mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
       if (any) {
         wgmma_fence();
         add_grads();
@@ -225,8 +184,9 @@ class ColumnConsumer {
   __device__ __forceinline__ void step() {
     const int slot = stage_.slot;
     mbarrier_wait(shared_address(&shared_.full[slot]), stage_.parity);
-    const bool careful = shared_.careful[slot][consumer_];
+    const QueryRecord* records = shared_.records[slot];
     const uint32_t s_rows = consumer_ * 64 * 128;
+    bool careful = false;  // found out under the products
     turns_.take();
     wgmma_fence();
     if constexpr (Tile::kAhead) {
@@ -234,12 +194,14 @@ class ColumnConsumer {
       multiply_values(slot, s_rows);
       if constexpr (!kFirst) add_grads();
       turns_.pass();
+      if constexpr (!Tile::kGeneral) careful = column_careful<Tile>(p_, records, *work_, consumer_ * 64);
       wgmma_wait<kFirst ? 1 : 3>();
       pin_registers(scores_);
     } else {
       if constexpr (!kFirst) add_grads();
       multiply_keys(slot, s_rows);
       turns_.pass();
+      if constexpr (!Tile::kGeneral) careful = column_careful<Tile>(p_, records, *work_, consumer_ * 64);
       wgmma_wait<0>();  // of all three, as dP takes the registers of their operands
       pin_registers(scores_);
       if constexpr (!kFirst) end_grads();
@@ -247,26 +209,24 @@ class ColumnConsumer {
       multiply_values(slot, s_rows);
     }
     ColumnKept<kScores> kept;
-    bool dropping = false;
     float factor = Exponents<T>::kUnscale;
     if constexpr (Tile::kGeneral) {
-      column_weights_general<Tile>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
-      dropping = p_.dropout.seed != nullptr;
-      if (dropping) {
-        kept.draw(p_.dropout, shared_.head[slot], shared_.block[slot] * Tile::kM + static_cast<int>(threadIdx.x % 4) * 2,
+      column_weights_general<Tile>(scores_, p_, records, *work_, consumer_ * 64);
+      if (p_.dropout.seed != nullptr) {
+        kept.draw(p_.dropout, records[0].n, records[0].query + static_cast<int>(threadIdx.x % 4) * 2,
                   work_->key + consumer_ * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16);
       }
       factor *= p_.keep_factor;
     } else if (careful) {
-      column_weights<Tile, true>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
+      column_weights<Tile, true>(scores_, p_, records, *work_, consumer_ * 64);
     } else {
-      column_weights<Tile, false>(scores_, p_, shared_, slot, *work_, consumer_ * 64);
+      column_weights<Tile, false>(scores_, p_, records, *work_, consumer_ * 64);
     }
     wgmma_wait<Tile::kAhead && !kFirst ? 2 : 0>();
     pin_registers(weight_grads_);
-    if (Tile::kGeneral && dropping) kept.apply(weight_grads_);
-    column_score_grads<Tile>(weight_grads_, scores_, shared_, slot, Tile::kGeneral || careful, factor);
-    if (Tile::kGeneral && dropping) kept.apply(scores_);
+    if constexpr (Tile::kGeneral) kept.apply(weight_grads_);
+    column_score_grads(weight_grads_, scores_, records, Tile::kGeneral || careful, factor);
+    if constexpr (Tile::kGeneral) kept.apply(scores_);
     if constexpr (Tile::kAhead && !kFirst) {
       wgmma_wait<0>();
       end_grads();
@@ -316,20 +276,22 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
     if constexpr (Tile::kRoles) mbarrier_init(shared_address(&shared.grad_full[threadIdx.x]), 1);
     if (threadIdx.x < Tile::kPlaces) {
       mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), kArrivals);
+      mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), 128 * kRowsBackwardConsumers);
     }
     mbarrier_fence_init();
   }
   if constexpr (Tile::kRoles) {
     if (threadIdx.x < 4) {
-      mbarrier_init(shared_address(&shared.weights_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&shared.weights_empty[threadIdx.x]), 1);
+      mbarrier_init(shared_address(&shared.weights_full[threadIdx.x]), 32);
+      mbarrier_init(shared_address(&shared.weights_empty[threadIdx.x]), 32);
     }
   }
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
     give_registers<rows_backward_producer_registers(Tile::kRoles)>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0) ColumnProducer<Tile>(p, maps, shared).run(order);
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0 && elect_thread()) {
+      ColumnProducer<Tile>(p, maps, shared).run(order);
+    }
   } else {
     take_registers<rows_backward_consumer_registers(Tile::kRoles)>();
     if constexpr (!Tile::kRoles) {

@@ -43,10 +43,8 @@ class ColumnRole {
         release();
       }
       finish(work);
-      fence_async_proxy();
-      __syncwarp();  // the warp's gradients have left the operand's place
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
+      fence_async_proxy();  // gradients have left the operand's place
+      mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
     }
   }
 
@@ -56,7 +54,7 @@ class ColumnRole {
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2,
                        kParts = Tile::kSteps / kPartSteps;  // of sums, by instruction
 
-  // Queries, else their gradients.
+  // Queries with their records, else their gradients.
   __device__ __forceinline__ void wait(bool queries, const RingPlace<Tile::kStages>& stage) const {
     mbarrier_wait(shared_address(queries ? &shared_.full[stage.slot] : &shared_.grad_full[stage.slot]), stage.parity);
   }
@@ -66,7 +64,7 @@ class ColumnRole {
   }
   // dV or dK of the block before, begun.
   __device__ __forceinline__ void add_block() {
-    wait(kOfKeys, before_);
+    if constexpr (!kOfKeys) wait(false, before_);
     wgmma_fence();
     add_product<T>(sums_, operand_,
                    shared_address(kOfKeys ? shared_.query[before_.slot][0] : shared_.grad_out[before_.slot][0]));
@@ -87,7 +85,9 @@ class ColumnRole {
     multiply_rows<T, Tile::kSteps, Tile::kN, Tile::kM>(
         scores_, shared_address(kOfKeys ? shared_.value[place_][0] : shared_.key[place_][0]),
         shared_address(kOfKeys ? shared_.grad_out[slot][0] : shared_.query[slot][0]));
-    const bool careful = shared_.careful[slot][kOfKeys];
+    if constexpr (kOfKeys) wait(true, stage_);  // records come with queries
+    const QueryRecord* records = shared_.records[slot];
+    const bool careful = !Tile::kGeneral && column_careful<Tile>(p_, records, *work_, 0);
     if constexpr (!kFirst) {
       wgmma_wait<1>();
       pin_sums();
@@ -95,28 +95,27 @@ class ColumnRole {
     }
     wgmma_wait<0>();
     pin_registers(scores_);
-    const bool dropping = Tile::kGeneral && p_.dropout.seed != nullptr;
     ColumnKept<kScores> kept;
-    if (dropping) {
-      kept.draw(p_.dropout, shared_.head[slot], shared_.block[slot] * Tile::kM + static_cast<int>(threadIdx.x % 4) * 2,
+    if (Tile::kGeneral && p_.dropout.seed != nullptr) {
+      kept.draw(p_.dropout, records[0].n, records[0].query + static_cast<int>(threadIdx.x % 4) * 2,
                 work_->key + static_cast<int>(threadIdx.x / 32 % 4) * 16);
     }
     if constexpr (kOfKeys) {
-      if (dropping) kept.apply(scores_);
+      if constexpr (Tile::kGeneral) kept.apply(scores_);
       float weights[kScores];
       take_weights(weights);
-      column_score_grads<Tile>(scores_, weights, shared_, slot, Tile::kGeneral || careful,
-                               Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale);
+      column_score_grads(scores_, weights, records, Tile::kGeneral || careful,
+                         Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale);
     } else {
       if constexpr (Tile::kGeneral) {
-        column_weights_general<Tile>(scores_, p_, shared_, slot, *work_, 0);
+        column_weights_general<Tile>(scores_, p_, records, *work_, 0);
       } else if (careful) {
-        column_weights<Tile, true>(scores_, p_, shared_, slot, *work_, 0);
+        column_weights<Tile, true>(scores_, p_, records, *work_, 0);
       } else {
-        column_weights<Tile, false>(scores_, p_, shared_, slot, *work_, 0);
+        column_weights<Tile, false>(scores_, p_, records, *work_, 0);
       }
       pass_weights();
-      if (dropping) kept.apply(scores_);
+      if constexpr (Tile::kGeneral) kept.apply(scores_);
     }
     pack<T>(operand_, scores_);
     before_ = stage_;
@@ -131,8 +130,7 @@ class ColumnRole {
     for (int i = 0; i < kScores / 4; ++i) {
       shared_.weights[i][threadIdx.x % 128] = {scores_[4 * i], scores_[4 * i + 1], scores_[4 * i + 2], scores_[4 * i + 3]};
     }
-    __syncwarp();  // the warp's are written
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.weights_full[warp]));
+    mbarrier_arrive(shared_address(&shared_.weights_full[warp]));
   }
   __device__ __forceinline__ void take_weights(float (&weights)[kScores]) {
     const int warp = threadIdx.x / 32 % 4;
@@ -145,8 +143,7 @@ class ColumnRole {
       weights[4 * i + 2] = four.z;
       weights[4 * i + 3] = four.w;
     }
-    __syncwarp();  // the warp's have been read
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.weights_empty[warp]));
+    mbarrier_arrive(shared_address(&shared_.weights_empty[warp]));
   }
 
   // Through this warp's rows of the operand that only this role multiplies.

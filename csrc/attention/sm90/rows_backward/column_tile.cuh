@@ -13,7 +13,8 @@ struct ColumnGradTile {
   static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass, kGeneral);
   static constexpr int kN = kShape.col_keys;
   static constexpr bool kRoles = kShape.roles(), kAhead = kShape.col_ahead;
-  static constexpr int kM = kShape.col_queries;
+  static constexpr int kM = kShape.col_queries, kRecords = kM / QueryRecord::kQueries;
+  static_assert(kM % QueryRecord::kQueries == 0, "a block has whole records");
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
   static constexpr int kSteps = kShape.steps;
   static constexpr int kPlaces = kShape.col_places, kStages = kShape.col_stages;
@@ -35,40 +36,54 @@ struct ColumnGradTile {
     alignas(1024) T grad_out[kStages][kSteps][kM * kStep];
     alignas(1024) T strip[kRoles ? 1 : kRowsBackwardConsumers * 4][kRoles ? 8 : 16 * kStep];  // of each warp, for gradients
     float4 weights[kRoles ? kM / 8 : 1][kRoles ? 128 : 1];  // by roles, P on its way to the other one: the same thread's
-    alignas(16) float lse[kStages][kM], offset[kStages][kM], delta[kStages][kM];  // Exponents::Row of a stage's queries
-    int block[kStages];                                                           // that a stage holds the queries of
-    bool careful[kStages][kRowsBackwardConsumers];  // whether some of its scores need careful_weight, or are hidden
-    int64_t mask_row[kGeneral ? kStages : 1][kGeneral ? kM : 1];  // where a stage's queries begin in the mask
-    uint32_t head[kGeneral ? kStages : 1];                        // whose they are
+    QueryRecord records[kStages][kRecords];                 // of a stage's queries
     Work work[kWorks];
-    uint64_t key_full[kPlaces];                  // TMA arrives with the bytes of keys and values; the consumers wait
-    uint64_t key_empty[kPlaces];                 // the consumers' warps arrive; the producer waits
-    uint64_t full[kStages], empty[kStages];      // the same of queries and their gradients
-    uint64_t grad_full[kStages];                 // by roles, of the gradients
-    uint64_t weights_full[4], weights_empty[4];  // of a warp's weights, and of the other role's warp
+    uint64_t key_full[kPlaces];   // TMA arrives with the bytes of keys and values; the consumers wait
+    uint64_t key_empty[kPlaces];  // the consumers' threads arrive; the producer waits
+    uint64_t full[kStages];       // TMA arrives with the bytes of queries, records and gradients; the consumers wait
+    uint64_t empty[kStages];      // the consumers' warps arrive; the producer waits
+    uint64_t grad_full[kStages];  // by roles, of the gradients alone
+    uint64_t weights_full[4];     // the threads of the one role's warp arrive when P is there; the other's wait
+    uint64_t weights_empty[4];    // and when it has been read
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
 
+// Two values of QueryRecord of a thread's i-th pair of adjacent queries. at: of the record, as &QueryRecord::lse.
+__device__ __forceinline__ float2 query_pair(const QueryRecord* records, float (QueryRecord::*at)[QueryRecord::kQueries],
+                                             int i) {
+  return *reinterpret_cast<const float2*>(&(records[i / 4].*at)[threadIdx.x % 4 * 2 + 8 * (i % 4)]);
+}
+
+// Whether some of the scores of a stage need careful_weight, or are hidden: a query before a key does not see it. first_row: of the
+// consumer's 64 keys in the tile.
+template <class Tile>
+__device__ __forceinline__ bool column_careful(const RowsBackwardParams& p, const QueryRecord* records,
+                                               const typename Tile::Work& work, int first_row) {
+  int careful = p.sequence.causal && records[0].query < work.key + first_row + 63;
+#pragma unroll
+  for (int i = 0; i < Tile::kRecords; ++i) careful |= records[i].careful;
+  return careful != 0;
+}
+
 // scores: products of keys with queries -> P times weight_scale. first_row: of the consumer's keys in the tile.
 template <class Tile, bool kCareful, int kScores>
 __device__ __forceinline__ void column_weights(float (&scores)[kScores], const RowsBackwardParams& p,
-                                               const typename Tile::Shared& shared, int slot, const typename Tile::Work& work,
-                                               int first_row) {
+                                               const QueryRecord* records, const typename Tile::Work& work, int first_row) {
   const Exponents<typename Tile::T> exponents = {p};
   const int col = threadIdx.x % 4 * 2;
   int from_key = 8;  // of this thread's first query: from its first key; the other key is 8 further
   if (kCareful && p.sequence.causal) {
-    from_key = shared.block[slot] * Tile::kM + col - work.key - first_row - threadIdx.x / 32 % 4 * 16 - threadIdx.x % 32 / 4;
+    from_key = records[0].query + col - work.key - first_row - threadIdx.x / 32 % 4 * 16 - threadIdx.x % 32 / 4;
   }
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {  // two adjacent queries, 8 apart
-    const float2 offset = *reinterpret_cast<const float2*>(&shared.offset[slot][col + 8 * i]);
+    const float2 offset = query_pair(records, &QueryRecord::offset, i);
     if constexpr (!kCareful) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[4 * i + e] = exponents.weight(scores[4 * i + e], e % 2 == 0 ? offset.x : offset.y);
     } else {
-      const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[slot][col + 8 * i]);
+      const float2 lse = query_pair(records, &QueryRecord::lse, i);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float weight =
@@ -80,13 +95,12 @@ __device__ __forceinline__ void column_weights(float (&scores)[kScores], const R
 }
 
 // grads: dP -> dS. factor: of dP.
-template <class Tile, int kScores>
+template <int kScores>
 __device__ __forceinline__ void column_score_grads(float (&grads)[kScores], const float (&weights)[kScores],
-                                                   const typename Tile::Shared& shared, int slot, bool careful, float factor) {
-  const int col = threadIdx.x % 4 * 2;
+                                                   const QueryRecord* records, bool careful, float factor) {
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
-    const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[slot][col + 8 * i]);
+    const float2 delta = query_pair(records, &QueryRecord::delta, i);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& grad = grads[4 * i + e];

@@ -49,6 +49,8 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream)
   params.unit = params.scale_factor * kLog2E;
   params.differences = kGeneral || !scales_exponents(params.scale_factor);
   params.keep_factor = static_cast<float>(kept_factor(params.dropout));
+  const cudaError_t written = launch_query_records(params, stream);
+  if (written != cudaSuccess) return written;
   const int64_t sms = current_device_info().sms, key_heads = params.N / params.key_group;
   return dispatch_half_type(params.type, [&](auto element) {
     using ColumnTile = ColumnGradTile<decltype(element), kClass, kGeneral>;
@@ -69,8 +71,8 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream)
 
 template <int kClass>
 cudaError_t launch_rows_backward(const RowsBackwardParams& params, cudaStream_t stream) {
-  const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr;
-  return general ? launch_rows_backward<kClass, true>(params, stream) : launch_rows_backward<kClass, false>(params, stream);
+  return params.general ? launch_rows_backward<kClass, true>(params, stream)
+                        : launch_rows_backward<kClass, false>(params, stream);
 }
 
 }  // namespace attention_ext

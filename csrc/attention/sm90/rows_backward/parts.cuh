@@ -1,4 +1,4 @@
-// What the row and the column kernel of the backward have in common: the values of a query, products, the way of a gradient out.
+// What the row and the column kernel of the backward have in common: exponents, products, the way of a gradient out.
 #pragma once
 
 #include "attention/sm90/pipeline/backward.h"
@@ -66,30 +66,9 @@ struct Exponents {
   static constexpr float kShift = kWeightScale == 1.0f ? 0.0f : 8.0f;
   static_assert(kWeightScale == 1.0f || kWeightScale == 256.0f, "2 to the power of kShift");
 
-  // Of a query: `delta` is what is added to dP * kUnscale. Queries that do not exist or see no key have an offset of -inf.
-  struct Row {
-    float lse, offset, delta;
-  };
-
   const RowsBackwardParams& p;
 
   __device__ __forceinline__ bool careful(float lse) const { return p.differences || !(fabsf(lse) < kLargeLse); }
-
-  // g_lse: of the query's matrix; first: the matrix's place in delta and norm.
-  __device__ __forceinline__ Row row(const float* g_lse, int64_t first, int query) const {
-    if (query >= p.L) return {0.0f, negative_infinity(0.0f), 0.0f};
-    Row of = {g_lse[query * p.lse.row_stride], kShift, -p.delta[first + query] * kUnscale};
-    if (isinf(of.lse)) {
-      if (of.lse < 0.0f) return {0.0f, negative_infinity(0.0f), 0.0f};
-      of.lse -= of.lse;  // of a score of +inf: NaN
-    }
-    if (!(fabsf(of.lse) < kLargeLse)) {
-      of.offset += log2f(p.norm[first + query]);
-    } else if (!p.differences) {
-      of.offset -= of.lse * kLog2E;
-    }
-    return of;
-  }
 
   // Under a mask, where all rows have the difference: 2^((score - lse) * log2 e + offset).
   static __device__ __forceinline__ float weight_of_score(float score, float lse, float offset) {

@@ -5,8 +5,8 @@
 //   S_j = Q K_j^T, dP_j = dO V_j^T, dQ += dS_{j+1} K_{j+1} begin | S_j is there: P_j | dP_j is there: dS_j | dQ is there: packed
 // Above head dim 128 registers do not hold dS_{j+1} next to dP_j, and the ring is short, so dQ is made first:
 //   dQ += dS_{j+1} K_{j+1}, S_j begin | dQ is there: K_{j+1} is free, dP_j begins | S_j is there: P_j | dP_j is there: dS_j, packed
-// A third warpgroup loads: a thread keys and values, in one ring, and a warp queries with their gradients, a tile at a time, and
-// what their exponents need (Exponents::Row). CTAs stay and take tile after tile.
+// A third warpgroup loads: a thread keys and values, in one ring, and one queries with their gradients, a tile at a time, and what
+// their exponents need (QueryRecord). CTAs stay and take tile after tile.
 // Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ, S and dP, dS: 32, 128, 32; 64, 96, 24; 96 or 128, 64).
 #pragma once
 
@@ -60,8 +60,7 @@ class RowGradConsumer {
       store_grad<T>(query_grad_, p_.scale_factor, p_.grad_query, work_->query_grad + warp_row * p_.grad_query.row_stride, rows,
                     rows, static_cast<int>(p_.E), p_.wide_grads, s_strip);
       if constexpr (!Tile::kOwnStrips) {
-        fence_async_proxy();
-        __syncwarp();  // the warp's gradients have left the queries' place
+        fence_async_proxy();  // gradients have left the queries' place
         release_query();
       }
     }
@@ -78,10 +77,7 @@ class RowGradConsumer {
     __syncwarp();  // all lanes have read what they need of the stage
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[slot]));
   }
-  __device__ __forceinline__ void release_query() const {
-    __syncwarp();  // all lanes have read what they need of the stage
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty[place_]));
-  }
+  __device__ __forceinline__ void release_query() const { mbarrier_arrive(shared_address(&shared_.query_empty[place_])); }
   // dQ of the block before, begun.
   __device__ __forceinline__ void add_keys() {
     add_product<T>(query_grad_, score_grads_, shared_address(shared_.block[before_][0]));
@@ -95,6 +91,9 @@ class RowGradConsumer {
     return KeyRange{p_.sequence.causal, work_->keys}.end_of_row(work_->row + row);
   }
 
+  // With this thread's two rows.
+  __device__ __forceinline__ const QueryRecord& record() const { return shared_.records[place_][row_ / QueryRecord::kQueries]; }
+
   __device__ __forceinline__ void begin_tile() {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -103,8 +102,8 @@ class RowGradConsumer {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      offset_[half] = shared_.offset[place_][row_ + 8 * half];
-      delta_[half] = shared_.delta[place_][row_ + 8 * half];
+      offset_[half] = record().offset[row_ % 32 + 8 * half];
+      delta_[half] = record().delta[row_ % 32 + 8 * half];
     }
   }
 
@@ -125,7 +124,9 @@ class RowGradConsumer {
     const uint32_t s_rows = consumer_ * 64 * 128;
     const int key = slot_.slot;
     // A warpgroup's first query sees the fewest keys.
-    const bool careful = Tile::kGeneral || work_->careful || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
+    const QueryRecord* own = &shared_.records[place_][consumer_ * 64 / QueryRecord::kQueries];
+    const bool careful =
+        Tile::kGeneral || (own[0].careful | own[1].careful) != 0 || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
     if constexpr (!kAdds) wait(slot_);
     turns_.take();
     wgmma_fence();
@@ -195,7 +196,7 @@ class RowGradConsumer {
     const int first = block * Tile::kN + threadIdx.x % 4 * 2;  // this thread's first key
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float lse = kCareful ? shared_.lse[place_][row_ + 8 * half] : 0.0f;
+      const float lse = kCareful ? record().lse[row_ % 32 + 8 * half] : 0.0f;
       const int seen = kCareful ? end_of_row(row_ + 8 * half) - first : 0;
 #pragma unroll
       for (int i = 2 * half; i < kScores; i += 4) {
@@ -215,11 +216,13 @@ class RowGradConsumer {
   // Under a mask.
   __device__ __forceinline__ void make_weights_general(int block) {
     const int first = block * Tile::kN + threadIdx.x % 4 * 2;  // this thread's first key
-    const auto mask_row = [&](int half) { return shared_.mask_row[place_][row_ + 8 * half]; };
+    const auto mask_row = [&](int half) {                      // of the last query for those that do not exist
+      return record().mask + min(work_->row + row_ + 8 * half, static_cast<int>(p_.L) - 1) * p_.mask.row_stride;
+    };
     scale_and_mask<T>(scores_, p_.scale_factor, p_.mask, p_.mask_type, mask_row, first, work_->keys);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float lse = shared_.lse[place_][row_ + 8 * half];
+      const float lse = record().lse[row_ % 32 + 8 * half];
       const int seen = end_of_row(row_ + 8 * half) - first;
 #pragma unroll
       for (int i = 2 * half; i < kScores; i += 4) {
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
     mbarrier_init(shared_address(&shared.empty[threadIdx.x]), kArrivals);
     if (threadIdx.x < Tile::kPlaces) {
       mbarrier_init(shared_address(&shared.query_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&shared.query_empty[threadIdx.x]), kArrivals);
+      mbarrier_init(shared_address(&shared.query_empty[threadIdx.x]), 128 * kRowsBackwardConsumers);
     }
     mbarrier_fence_init();
   }
@@ -279,10 +282,12 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   if (warpgroup == kRowsBackwardConsumers) {
     give_registers<rows_backward_producer_registers(false)>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-    if (warp == 0) {
-      if (elect_thread()) load_keys<Tile>(p, maps, shared, order);
-    } else if (warp == 1) {
-      load_queries<Tile>(p, maps, shared, order);
+    if (warp < 2 && elect_thread()) {
+      if (warp == 0) {
+        load_keys<Tile>(p, maps, shared, order);
+      } else {
+        load_queries<Tile>(p, maps, shared, order);
+      }
     }
   } else {
     take_registers<rows_backward_consumer_registers(false)>();

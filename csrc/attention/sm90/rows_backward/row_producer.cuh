@@ -1,4 +1,4 @@
-// A tile of the row kernel in shared memory, and its loading side: a thread for keys and values, a warp for queries with their
+// A tile of the row kernel in shared memory, and its loading side: a thread for keys and values, one for queries with their
 // gradients.
 #pragma once
 
@@ -15,6 +15,7 @@ struct RowGradTile {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr RowsBackwardShape kShape = rows_backward_shape(kClass, kGeneral);
   static constexpr int kM = kRowsBackwardTile;  // queries
+  static constexpr int kRecords = kM / QueryRecord::kQueries;
   static constexpr int kN = kShape.row_keys;
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
   static constexpr int kSteps = kShape.steps;
@@ -26,7 +27,6 @@ struct RowGradTile {
   struct Work {
     uint32_t n;          // flat batch index of the head
     int row, keys;       // the first query; the keys that any of them sees
-    bool careful;        // whether some need careful_weight
     int64_t query_grad;  // where the first one lies
   };
   static constexpr int kWorks = kPlaces + 1;  // the consumers may still be in the tile before
@@ -37,12 +37,12 @@ struct RowGradTile {
     alignas(1024) T grad_out[kPlaces][kSteps][kM * kStep];
     alignas(1024) T block[kSlots][kSteps][kN * kStep];  // a block's keys, its values, the next one's keys
     alignas(1024) T strip[kOwnStrips ? kRowsBackwardConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 8];  // of each warp
-    float lse[kPlaces][kM], offset[kPlaces][kM], delta[kPlaces][kM];  // Exponents::Row of a tile's queries
-    int64_t mask_row[kGeneral ? kPlaces : 1][kGeneral ? kM : 1];      // where they begin in the mask
+    QueryRecord records[kPlaces][kRecords];                                                           // of a tile's queries
     Work work[kWorks];
-    uint64_t query_full[kPlaces];          // TMA arrives with the bytes of queries and their gradients; the consumers wait
-    uint64_t query_empty[kPlaces];         // the consumers' warps arrive; the producer waits
-    uint64_t full[kSlots], empty[kSlots];  // the same of a slot
+    uint64_t query_full[kPlaces];   // TMA arrives with the bytes of queries, gradients and records; the consumers wait
+    uint64_t query_empty[kPlaces];  // the consumers' threads arrive; the producer waits
+    uint64_t full[kSlots];          // TMA arrives with the bytes of keys or values; the consumers wait
+    uint64_t empty[kSlots];         // the consumers' warps arrive; the producer waits
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
@@ -93,55 +93,36 @@ __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const Row
   }
 }
 
-// Loads queries with their gradients, and says what a tile is. One warp.
+// Loads queries with their gradients and records, and says what a tile is. One thread.
 template <class Tile>
 __device__ __forceinline__ void load_queries(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
                                              typename Tile::Shared& shared, const RowsBackwardOrder& order) {
-  const Exponents<typename Tile::T> exponents = {p};
   RowsPlaces places(order.tiles);
-  const int lane = threadIdx.x % 32;
 #pragma unroll 1
   while (places.next()) {
     const RowGradPlace<Tile> at(p, order, places.place());
     const uint32_t place = places.template query<Tile::kPlaces>();
+    const int64_t query_grad = batch_offset(p.batch, p.grad_query, at.n, 0) + at.row * p.grad_query.row_stride;
+    TensorPosition query, grad_out;
+    set_batch(query, p.batch, p.query, at.n);
+    set_batch(grad_out, p.batch, p.grad_out, at.n);
     mbarrier_wait(shared_address(&shared.query_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
-    const float* g_lse = static_cast<const float*>(p.lse.data) + batch_offset(p.batch, p.lse, at.n, 0);
-    const bool masked = Tile::kGeneral && p.mask_type != MaskType::kNone;
-    const int64_t mask = masked ? batch_offset(p.batch, p.mask, at.n, 0) : 0;
-    bool careful = false;
-#pragma unroll
-    for (int row = 0; row < Tile::kM; row += 32) {
-      if constexpr (Tile::kGeneral) {  // of the last query for those that do not exist
-        const int query = min(at.row + row + lane, static_cast<int>(p.L) - 1);
-        shared.mask_row[place][row + lane] = mask + query * p.mask.row_stride;
-      }
-      const auto values = exponents.row(g_lse, static_cast<int64_t>(at.n) * p.L, at.row + row + lane);
-      shared.lse[place][row + lane] = values.lse;
-      shared.offset[place][row + lane] = values.offset;
-      shared.delta[place][row + lane] = values.delta;
-      careful = careful || exponents.careful(values.lse);
-    }
-    careful = __any_sync(0xffffffffu, careful);
-    __syncwarp();  // all lanes' values are there before one of them arrives
-    if (elect_thread()) {
-      shared.work[places.round() % Tile::kWorks] = {
-          at.n, at.row, at.keys, careful, batch_offset(p.batch, p.grad_query, at.n, 0) + at.row * p.grad_query.row_stride};
-      const uint32_t s_full = shared_address(&shared.query_full[place]);
-      mbarrier_arrive_expect_bytes(s_full, sizeof(shared.query[0]) + sizeof(shared.grad_out[0]));
-      const auto load = [&](auto& to, const CUtensorMap& map, const MatrixView& view) {
-        TensorPosition box;
-        box.at[1] = at.row;
-        set_batch(box, p.batch, view, at.n);
+    shared.work[places.round() % Tile::kWorks] = {at.n, at.row, at.keys, query_grad};
+    const uint32_t s_full = shared_address(&shared.query_full[place]);
+    mbarrier_arrive_expect_bytes(s_full, sizeof(shared.query[0]) + sizeof(shared.grad_out[0]) + sizeof(shared.records[0]));
+    const auto load = [&](auto& to, const CUtensorMap& map, TensorPosition& box) {
+      box.at[1] = at.row;
 #pragma unroll 1
-        for (int step = 0; step < Tile::kSteps; ++step) {
-          box.at[0] = step * Tile::kStep;
-          tma_load(shared_address(to[step]), &map, box, s_full);
-        }
-      };
-      load(shared.query[place], maps.query, p.query);
-      load(shared.grad_out[place], maps.grad_out, p.grad_out);
-    }
-    __syncwarp();
+      for (int step = 0; step < Tile::kSteps; ++step) {
+        box.at[0] = step * Tile::kStep;
+        tma_load(shared_address(to[step]), &map, box, s_full);
+      }
+    };
+    load(shared.query[place], maps.query, query);
+    load(shared.grad_out[place], maps.grad_out, grad_out);
+    const QueryRecord* g_records = p.records + static_cast<int64_t>(at.n) * p.records_of_head;
+    bulk_load(shared_address(shared.records[place]), g_records + at.row / QueryRecord::kQueries, sizeof(shared.records[0]),
+              s_full);
   }
 }
 

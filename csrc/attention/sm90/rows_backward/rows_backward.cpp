@@ -1,5 +1,5 @@
-// Driver of the row kernels' backward: what belongs to rows first, by the pipeline's kernels, then the kernels of the class.
-// Workspace: delta and norm, (N, L) in float.
+// Driver of the row kernels' backward: what belongs to rows first, by the pipeline's kernels and into records, then the kernels of
+// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries.
 #include "attention/sm90/rows_backward/rows_backward.h"
 
 #include "attention/pipeline/stage.h"
@@ -8,9 +8,25 @@
 #include "plan/sm90_rows_backward.h"
 
 namespace attention_ext {
+namespace {
+
+bool is_general(const BackwardParams& p) { return p.mask_type != MaskType::kNone || p.dropout.seed != nullptr; }
+
+int64_t records_of_head(const BackwardParams& p) {
+  const int64_t block = rows_backward_shape(rows_backward_class(p.E, p.Ev), is_general(p)).col_queries;
+  return std::max(round_up(p.L, block), round_up(p.L, kRowsBackwardTile)) / QueryRecord::kQueries;
+}
+
+// Of delta and norm together.
+int64_t row_bytes(const BackwardParams& p) {
+  return round_up(2 * p.N * p.L * static_cast<int64_t>(sizeof(float)), kWorkspaceAlignment);
+}
+
+}  // namespace
 
 int64_t rows_backward_workspace(const BackwardParams& params) {
-  return round_up(2 * params.N * params.L * static_cast<int64_t>(sizeof(float)), kWorkspaceAlignment);
+  const int64_t records = params.N * records_of_head(params) * static_cast<int64_t>(sizeof(QueryRecord));
+  return row_bytes(params) + round_up(records, kWorkspaceAlignment);
 }
 
 bool rows_backward_sums_mask(const BackwardParams&) { return false; }
@@ -22,6 +38,9 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   float* norm = delta + params.N * params.L;
   rows.delta = delta;
   rows.norm = norm;
+  rows.records = reinterpret_cast<QueryRecord*>(static_cast<char*>(params.workspace) + row_bytes(params));
+  rows.records_of_head = static_cast<int32_t>(records_of_head(params));
+  rows.general = is_general(params);
 
   const Slice whole = {0, params.N, 0, params.L, 0, params.S};
   RowDotParams dot = stage_of<RowDotParams>(params, whole);

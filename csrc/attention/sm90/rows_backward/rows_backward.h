@@ -8,15 +8,35 @@
 
 namespace attention_ext {
 
+// What the kernels want to know of 32 adjacent queries, made once and brought to shared memory next to them. Queries that do not
+// exist or see no key have an offset of -inf.
+struct alignas(16) QueryRecord {
+  static constexpr int kQueries = 32;
+
+  float lse[kQueries], offset[kQueries];  // of their exponents
+  float delta[kQueries];                  // what is added to dP
+  int64_t mask;                           // where the matrix's part of the mask begins
+  uint32_t n;                             // flat batch index of the matrix
+  int32_t query;                          // the first one
+  int32_t careful;                        // whether some have a weight that is not made of their offset alone
+  int32_t unused[3];
+};
+static_assert(sizeof(QueryRecord) == 416, "a bulk copy takes multiples of 16 bytes");
+
 // A call, and what was made of its rows before.
 struct RowsBackwardParams : BackwardParams {
-  const float* delta;  // (N, L)
-  const float* norm;   // (N, L), of rows with a large log-sum-exp: factors of their probabilities
-  float unit;          // scale * log2 e: of exponents
-  float scale_factor;  // scale
-  float keep_factor;   // of what dropout keeps
-  bool differences;    // whether scores are subtracted from before they are exponents: the scale is none to multiply these by
+  const float* delta;         // (N, L)
+  const float* norm;          // (N, L), of rows with a large log-sum-exp: factors of their probabilities
+  QueryRecord* records;       // (N, records_of_head)
+  int32_t records_of_head;    // so that the last block or tile of either kernel is whole
+  float unit;                 // scale * log2 e: of exponents
+  float scale_factor;         // scale
+  float keep_factor;          // of what dropout keeps
+  bool general, differences;  // there is a mask or dropout; scores are subtracted from before they are exponents
 };
+
+// Writes the records.
+cudaError_t launch_query_records(const RowsBackwardParams& params, cudaStream_t stream);
 
 cudaError_t rows_backward_64(const RowsBackwardParams& params, cudaStream_t stream);
 cudaError_t rows_backward_128(const RowsBackwardParams& params, cudaStream_t stream);
