@@ -63,11 +63,13 @@ class TicketReader {
   // By whole warps.
   __device__ __forceinline__ unsigned next() {
     mbarrier_wait(shared_address(&tickets_.full[ring_.slot]), ring_.parity);
-    const unsigned tile = *static_cast<volatile unsigned*>(&tickets_.tile[ring_.slot]);
-    __syncwarp();  // every lane has read
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&tickets_.empty[ring_.slot]));
+    unsigned tile = 0;
+    if (threadIdx.x % 32 == 0) {  // who reads is who arrives
+      tile = *static_cast<volatile unsigned*>(&tickets_.tile[ring_.slot]);
+      mbarrier_arrive(shared_address(&tickets_.empty[ring_.slot]));
+    }
     ring_.advance();
-    return tile;
+    return __shfl_sync(0xffffffffu, tile, 0);
   }
 
  private:

@@ -165,8 +165,7 @@ class ColumnConsumer {
   // They are there.
   __device__ __forceinline__ void end_grads() {
     pin_grads();
-    __syncwarp();  // all lanes have read what they need of the stage
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[before_]));
+    mbarrier_arrive(shared_address(&shared_.empty[before_]));
   }
   // S and dP of a block, begun. s_rows: where the consumer's keys and their values begin in their boxes.
   __device__ __forceinline__ void multiply_keys(int slot, uint32_t s_rows) {
@@ -269,14 +268,14 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  constexpr int kArrivals = 4 * kRowsBackwardConsumers;
+  constexpr int kArrivals = 128 * kRowsBackwardConsumers;
   if (threadIdx.x < Tile::kStages) {
     mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
     mbarrier_init(shared_address(&shared.empty[threadIdx.x]), kArrivals);
     if constexpr (Tile::kRoles) mbarrier_init(shared_address(&shared.grad_full[threadIdx.x]), 1);
     if (threadIdx.x < Tile::kPlaces) {
       mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), 128 * kRowsBackwardConsumers);
+      mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), kArrivals);
     }
     mbarrier_fence_init();
   }

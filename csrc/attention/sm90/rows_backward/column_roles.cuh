@@ -70,10 +70,7 @@ class ColumnRole {
                    shared_address(kOfKeys ? shared_.query[before_.slot][0] : shared_.grad_out[before_.slot][0]));
   }
   // The stage of the block before.
-  __device__ __forceinline__ void release() const {
-    __syncwarp();  // all lanes have read what they need of the stage
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[before_.slot]));
-  }
+  __device__ __forceinline__ void release() const { mbarrier_arrive(shared_address(&shared_.empty[before_.slot])); }
 
   // A block of queries. kFirst: of the tile's.
   template <bool kFirst>

@@ -41,7 +41,7 @@ struct ColumnGradTile {
     uint64_t key_full[kPlaces];   // TMA arrives with the bytes of keys and values; the consumers wait
     uint64_t key_empty[kPlaces];  // the consumers' threads arrive; the producer waits
     uint64_t full[kStages];       // TMA arrives with the bytes of queries, records and gradients; the consumers wait
-    uint64_t empty[kStages];      // the consumers' warps arrive; the producer waits
+    uint64_t empty[kStages];      // the consumers' threads arrive, as each has read records; the producer waits
     uint64_t grad_full[kStages];  // by roles, of the gradients alone
     uint64_t weights_full[4];     // the threads of the one role's warp arrive when P is there; the other's wait
     uint64_t weights_empty[4];    // and when it has been read
