@@ -150,6 +150,8 @@ class ColumnConsumer {
   static constexpr int kScores = Tile::kM / 2;
   static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or their gradients
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dK, by instruction
+  // Stage of the block before. Registers are scarce: it is found, not kept.
+  __device__ __forceinline__ int before() const { return stage_.slot == 0 ? Tile::kStages - 1 : stage_.slot - 1; }
   __device__ __forceinline__ void pin_grads() {
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -159,13 +161,13 @@ class ColumnConsumer {
   }
   // dV and dK of the block before, begun.
   __device__ __forceinline__ void add_grads() {
-    add_product<T>(value_grad_, weights_, shared_address(shared_.grad_out[before_][0]));
-    add_product<T>(key_grad_, score_grads_, shared_address(shared_.query[before_][0]));
+    add_product<T>(value_grad_, weights_, shared_address(shared_.grad_out[before()][0]));
+    add_product<T>(key_grad_, score_grads_, shared_address(shared_.query[before()][0]));
   }
   // They are there.
   __device__ __forceinline__ void end_grads() {
     pin_grads();
-    mbarrier_arrive(shared_address(&shared_.empty[before_]));
+    mbarrier_arrive(shared_address(&shared_.empty[before()]));
   }
   // S and dP of a block, begun. s_rows: where the consumer's keys and their values begin in their boxes.
   __device__ __forceinline__ void multiply_keys(int slot, uint32_t s_rows) {
@@ -232,12 +234,11 @@ class ColumnConsumer {
     }
     pack<T>(weights_, scores_);
     pack<T>(score_grads_, weight_grads_);
-    before_ = slot;
     stage_.advance();
   }
 
   __device__ __forceinline__ void finish(const typename Tile::Work& work) const {
-    const int warp_row = consumer_ * 64 + threadIdx.x / 32 % 4 * 16;  // of the tile's keys
+    const int warp_row = forget(threadIdx.x / 32 * 16);  // of the tile's keys; not kept in registers through the tile
     const int rows = static_cast<int>(p_.S) - work.key - warp_row, seen = work.keys - work.key - warp_row;
     const uint32_t s_strip = shared_address(shared_.strip[threadIdx.x / 32]);
     store_grad<T>(key_grad_, p_.scale_factor, p_.grad_key, work.key_grad + warp_row * p_.grad_key.row_stride, rows, seen,
@@ -253,7 +254,6 @@ class ColumnConsumer {
   const int consumer_;
   RingPlace<Tile::kStages> stage_;
   uint32_t place_;                   // of the tile's keys and values
-  int before_;                       // stage of the block before
   const typename Tile::Work* work_;  // of this tile
   float key_grad_[kParts][32 * kPartSteps], value_grad_[kParts][32 * kPartSteps];
   float scores_[kScores], weight_grads_[kScores];
