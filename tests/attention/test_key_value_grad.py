@@ -49,14 +49,15 @@ def test_slices_of_rows_change_no_more_than_rounding(dtype: torch.dtype, causal:
 
 
 def backward_extra(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: bool) -> int:
-    """Bytes beyond the gradients that the backward takes at its peak, as the allocator counts them."""
+    """Bytes beyond the gradients that the backward takes at its peak, as the allocator counts both."""
     out, lse = OPS.sdpa_forward(query, key, value, None, None, 0.0, False, **options)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     grads = OPS.sdpa_backward(out, None, query, key, value, None, out, lse, None, 0.0, False, **options)
-    return torch.cuda.max_memory_allocated() - before - sum(g.numel() * g.element_size() for g in grads)
+    extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    del grads  # as late as here: they count with what the allocator adds to them
+    return extra
 
 
 @pytest.mark.gpu
@@ -69,7 +70,7 @@ def test_workspace_of_a_large_group(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("E", [64, 512, 1024])
+@pytest.mark.parametrize("E", [320, 512, 1024])
 def test_all_that_backward_takes_is_under_the_cap(E: int) -> None:
     """delta and norm of 100,000 rows, what the allocator adds to a large block, and slices."""
     query, key, value = (torch.randn(1, 1, 100_000, E, device="cuda", dtype=torch.bfloat16) for _ in range(3))

@@ -96,7 +96,11 @@ def forward_and_backward(device: str, kernel: str, name: str, dtype: torch.dtype
     error_rule.check_gradients(grads, want_grads, own_grads, dtype)
     assert len(grads) == 4 and (is_float(mask) or grads[3].shape == (0,))
     without = sdpa_backward(grad, None, *inputs, out, lse, None, 0.0, options["causal"], **rest)
-    assert without[3].shape == (0,) and all(torch.equal(a, b) for a, b in zip(without[:3], grads[:3], strict=True))
+    assert without[3].shape == (0,)
+    if is_float(mask) and (device, kernel) == ("cuda", "auto"):  # another kernel, where the fastest makes no gradient of a mask
+        error_rule.check_gradients(without[:3], want_grads, own_grads, dtype)
+    else:
+        assert all(torch.equal(a, b) for a, b in zip(without[:3], grads[:3], strict=True))
 
 
 @pytest.mark.parametrize("path", PATHS, ids=str)

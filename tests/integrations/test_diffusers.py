@@ -24,6 +24,12 @@ from attention_ext.integrations.diffusers import AttnProcessor, use_in_vae
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+@pytest.fixture(autouse=True)
+def convolutions_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN's rounds its operands to TF32 by default: a last bit of attention would become one of eleven."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
 def kl(device: str = "cpu") -> nn.Module:
     """One head of 512 channels in encoder and decoder, as in Stable Diffusion's."""
     torch.manual_seed(1)
