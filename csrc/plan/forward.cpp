@@ -48,7 +48,7 @@ int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
   return rows_workspace_of(rows_problem(p), cap).bytes();
 }
 SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal};
+  const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal, p.out_dense};
   return split_half_slices(sizes, cap, card.sms);
 }
 int64_t split_half_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) {
