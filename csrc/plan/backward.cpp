@@ -88,6 +88,9 @@ std::string split_half_backward_refuses(const Problem& p) {
   if (!clause.empty()) return clause;
   if (p.key_group != p.value_group) return "key and value have different head counts";
   if (p.mask_grad) return "it makes no gradient of the mask";
+  // Gradients would be off by up to four times the error rule's limit.
+  if (p.E < kFewProducts)
+    return "sums of fewer than " + std::to_string(kFewProducts) + " products are more exact on CUDA cores";
   return "";
 }
 
