@@ -45,13 +45,19 @@ def planned(cap: int = 1 << 27, **facts: int) -> tuple[str, str, int]:
         ({"E": 32, "Ev": 1}, ""),
         ({"S": (1 << 16) + 1}, "it loses precision beyond 65536 keys"),
         ({"key_group": 2}, "key and value have different head counts"),
-        ({"mask": 3, "mask_grad": 1}, "it makes no gradient of the mask"),
+        ({"mask": 3, "mask_grad": 1}, ""),
         ({"key_group": 2, "value_group": 2, "causal": 1, "mask": 1, "dropout": 1}, ""),
     ],
     ids=str,
 )
 def test_what_it_takes(facts: dict[str, int], clause: str) -> None:
     assert planned(**facts)[1] == clause
+
+
+def test_the_gradient_of_a_mask_is_chosen() -> None:
+    """And costs something."""
+    (kernel, _, cost), (_, _, without) = planned(mask=3, mask_grad=1), planned(mask=3)
+    assert kernel == KERNEL.name and cost > without
 
 
 @pytest.mark.parametrize("causal", [0, 1])
