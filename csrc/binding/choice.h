@@ -34,6 +34,7 @@ Problem problem_of(const Params& params, int64_t key_group, int64_t value_group)
   problem.query = operand_of(params.batch, params.query, params.L, element);
   problem.key = operand_of(params.batch, params.key, params.S, element);
   problem.value = operand_of(params.batch, params.value, params.S, element);
+  problem.out_dense = is_dense(params.batch, params.out, params.L, params.Ev);
   return problem;
 }
 

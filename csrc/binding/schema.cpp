@@ -74,6 +74,7 @@ bool assign(Problem& p, const std::string& name, int64_t value) {
                  {"mask_matrices", &p.mask_matrices},
                  {"causal", &p.causal},
                  {"dropout", &p.dropout},
+                 {"out_dense", &p.out_dense},
                  {"mask_grad", &p.mask_grad}},
                 name, value) ||
          assign_operand("query.", p.query, name, value) || assign_operand("key.", p.key, name, value) ||

@@ -37,6 +37,17 @@ inline Operand operand_of(const BatchDims& batch, const MatrixView& view, int64_
   return operand;
 }
 
+// Whether a view's matrices of so many rows and columns lie one after another, without a gap.
+inline bool is_dense(const BatchDims& batch, const MatrixView& view, int64_t rows, int64_t cols) {
+  bool dense = (cols <= 1 || view.col_stride == 1) && (rows <= 1 || view.row_stride == cols);
+  int64_t matrices = 1;
+  for (int dim = batch.count - 1; dim >= 0; --dim) {
+    dense = dense && (batch.size[dim] <= 1 || view.batch_stride[dim] == matrices * rows * cols);
+    matrices *= batch.size[dim];
+  }
+  return dense;
+}
+
 // Why TMA does not read an operand's matrices, a clause that begins after its name; null: it does. The one place of this rule.
 inline const char* not_for_tma(const Operand& operand) {
   if (!operand.columns_adjacent) return "'s columns are not adjacent in memory";

@@ -87,7 +87,9 @@ std::string split_half_backward_refuses(const Problem& p) {
   const std::string clause = split_half_refuses(p);
   if (!clause.empty()) return clause;
   if (p.key_group != p.value_group) return "key and value have different head counts";
-  if (p.mask_grad) return "it makes no gradient of the mask";
+  // Gradients would be off by up to four times the error rule's limit.
+  if (p.E < kFewProducts)
+    return "sums of fewer than " + std::to_string(kFewProducts) + " products are more exact on CUDA cores";
   return "";
 }
 
@@ -95,7 +97,10 @@ int64_t split_half_backward_cost(const Problem& p, const DeviceInfo& card, int64
   if (!split_half_refuses(p).empty()) return kNoCost;
   const SplitHalfBackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal};
   const SplitHalfBackwardPlan plan = plan_split_half_backward(sizes, cap, card.sms);
-  return plan.bytes <= cap ? std::min(plan.ns, kMostCost) : kMostCost;  // the pipeline needs less
+  // The mask's gradient: dS as floats again, and their sums. Not fitted.
+  constexpr int64_t kScoreBytes = 16, kBytesPerNs = 2600;
+  const int64_t mask_grad = p.mask_grad ? times(p.N, times(p.L, p.S), kScoreBytes) / kBytesPerNs : 0;
+  return plan.bytes <= cap ? std::min(plan.ns + mask_grad, kMostCost) : kMostCost;  // the pipeline needs less
 }
 
 }  // namespace

@@ -48,7 +48,7 @@ int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
   return rows_workspace_of(rows_problem(p), cap).bytes();
 }
 SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal};
+  const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal, p.out_dense};
   return split_half_slices(sizes, cap, card.sms);
 }
 int64_t split_half_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) {
@@ -80,9 +80,8 @@ std::string split_half_refuses(const Problem& p) {
   if (times(p.N, std::max(p.L, p.S), std::max(p.E, p.Ev)) >= int64_t{1} << 46) return "an operand has 2^46 elements and more";
   return "";
 }
-// The error of short float sums on CUDA cores is less than that of the terms.
 const char* split_half_yields(const Problem& p) {
-  return p.E < 32 || p.visible_keys() < 64
+  return p.E < kFewProducts || p.visible_keys() < 64
              ? "sums of fewer than 32 products, or of 64 keys, run on CUDA cores, where their error is smaller"
              : nullptr;
 }

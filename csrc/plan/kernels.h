@@ -46,6 +46,9 @@ bool preferred(const Problem& problem, const DeviceInfo& card);
 // Why none of the kernels for Hopper runs an attention problem, a clause; empty: some may. batch_dims: how many they take.
 std::string sm90_refuses(const Problem& problem, int64_t batch_dims);
 
+// Products of a float sum: with fewer its error on CUDA cores is smaller than what two half terms leave out.
+constexpr int64_t kFewProducts = 32;
+
 // The same of float32 by half terms, forward and backward.
 std::string split_half_refuses(const Problem& problem);
 // Why these leave a problem to CUDA cores, a clause; null: they do not.

@@ -21,6 +21,7 @@ struct Problem {
   int64_t mask_matrices = 1;  // that the mask has of its own
   bool causal = false, dropout = false;
   Operand query, key, value;
+  bool out_dense = true;   // its matrices lie one after another
   Operand grad_out;        // of the backward
   bool mask_grad = false;  // the backward makes the mask's gradient
 

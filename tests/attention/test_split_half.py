@@ -160,6 +160,18 @@ def test_slices(dims: tuple[int, int], heads: tuple[int, int], causal: bool, meb
         hold(f"{L} x {S}", *draw(2, heads, L, S, dims), causal=causal, workspace_bytes=mebibytes * MIB)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(136, 200), (264, 136)], ids=str)
+def test_bits_do_not_depend_on_slices(dims: tuple[int, int], causal: bool, poison_all: None) -> None:
+    """Nor on where terms wait: in out, what is not written yet, or, as it is laid out like query, in the workspace alone."""
+    q, k, v = draw(2, (3, 3), 700, 900, dims)
+    want, want_lse = forward(q, k, v, causal=causal)
+    BLHE = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v))
+    found = [forward(*BLHE, causal=causal)]
+    found += [forward(q, k, v, causal=causal, workspace_bytes=mebibytes * MIB) for mebibytes in (1, 2, 4, 8)]
+    assert all(torch.equal(out, want) and torch.equal(lse, want_lse) for out, lse in found)
+
+
 def lowest(L: int, S: int) -> Tensor:
     """Segments that a row sees only at finfo.min, and a row that sees all keys there."""
     mask = torch.where(torch.rand(L, S, device="cuda") < 0.5, 0.0, LOWEST)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 KERNEL = next(kernel for kernel in KERNELS if kernel.name == "sm90_split_half")
 NAN, LOWEST, MIB = float("nan"), torch.finfo(torch.float32).min, 1 << 20
-DIMS = ((64, 64), (128, 40), (136, 264), (520, 512), (1024, 1024), (7, 13))
+DIMS = ((64, 64), (128, 40), (136, 264), (520, 512), (1024, 1024), (71, 13))
 FLOAT = 2  # of core/tensors.h
 
 
@@ -41,15 +41,23 @@ def planned(cap: int = 1 << 27, **facts: int) -> tuple[str, str, int]:
         ({}, ""),
         ({"type": 0}, "it takes float32, not float16"),
         ({"E": 0}, "it does not take sizes of 0"),
+        ({"E": 31, "Ev": 40}, "sums of fewer than 32 products are more exact on CUDA cores"),
+        ({"E": 32, "Ev": 1}, ""),
         ({"S": (1 << 16) + 1}, "it loses precision beyond 65536 keys"),
         ({"key_group": 2}, "key and value have different head counts"),
-        ({"mask": 3, "mask_grad": 1}, "it makes no gradient of the mask"),
+        ({"mask": 3, "mask_grad": 1}, ""),
         ({"key_group": 2, "value_group": 2, "causal": 1, "mask": 1, "dropout": 1}, ""),
     ],
     ids=str,
 )
 def test_what_it_takes(facts: dict[str, int], clause: str) -> None:
     assert planned(**facts)[1] == clause
+
+
+def test_the_gradient_of_a_mask_is_chosen() -> None:
+    """And costs something."""
+    (kernel, _, cost), (_, _, without) = planned(mask=3, mask_grad=1), planned(mask=3)
+    assert kernel == KERNEL.name and cost > without
 
 
 @pytest.mark.parametrize("causal", [0, 1])

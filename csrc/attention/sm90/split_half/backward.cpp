@@ -7,8 +7,9 @@
 //
 // A slice is whole matrices, or some of their rows, with all keys that these see. Operands are split into terms once; where those
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
-// (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). In the end what two terms
-// are not enough for (exact_backward.cu), mostly nothing.
+// (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). The gradient of a mask is
+// the pipeline's sum of dS, made floats again. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
+// dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
 
 #include "attention/pipeline/stage.h"
@@ -40,11 +41,7 @@ class Backward {
     return status;
   }
   cudaError_t run_exact() const {
-    const auto facts = [&](int operand) { return at<SplitHalfFacts>(0) + operand * params_.N; };
-    return launch_split_half_exact_backward(
-        {params_, facts(kQuery), facts(kKey), facts(kValue), facts(kGradOut), at<uint8_t>(slices_.marks_at),
-         at<uint32_t>(slices_.largest_at), at<SplitHalfRowValues>(slices_.exact_at)},
-        stream_);
+    return launch_split_half_exact_backward(exact_of({0, params_.N, 0, params_.L, 0, params_.S}), stream_);
   }
 
  private:
@@ -57,6 +54,21 @@ class Backward {
   int32_t* exponents(int operand) const {
     const int64_t rows = slices_.row_blocks(), keys = slices_.key_blocks(), before[] = {0, 2 * rows, 2 * rows + keys, rows};
     return at<int32_t>(slices_.exponents_at) + before[operand];
+  }
+
+  SplitHalfExactBackwardParams exact_of(const Slice& slice) const {
+    const auto facts = [&](int operand) { return at<SplitHalfFacts>(0) + operand * params_.N; };
+    return {params_,
+            facts(kQuery),
+            facts(kKey),
+            facts(kValue),
+            facts(kGradOut),
+            at<uint8_t>(slices_.marks_at),
+            at<uint32_t>(slices_.largest_at),
+            at<SplitHalfRowValues>(slices_.exact_at),
+            slice,
+            nullptr,
+            slices_.pitch};
   }
 
   // visit(a slice with a piece of its keys), piece after piece.
@@ -78,15 +90,16 @@ class Backward {
       const cudaError_t split = split_operands(piece, piece.col_begin == 0, true);
       return split == cudaSuccess ? make_scores(piece) : split;
     });
-    if (status == cudaSuccess) status = make_terms(slice);
+    if (status == cudaSuccess) status = launch_split_half_score_terms(terms_of(slice), stream_);
     if (status != cudaSuccess) return status;
-    return for_each_piece(slice, [&](Slice piece) {
+    status = for_each_piece(slice, [&](Slice piece) {
       const cudaError_t split = in_pieces() ? split_operands(piece, false, false) : cudaSuccess;
       // With keys that no row sees, whose gradients are 0.
       const bool last = slice.row_begin + slice.row_count == params_.L && piece.col_begin + piece.col_count == slice.col_count;
       if (last) piece.col_count = params_.S - piece.col_begin;
       return split == cudaSuccess ? make_gradients(piece) : split;
     });
+    return status == cudaSuccess && params_.mask_grad.data != nullptr ? make_mask_grad(slice) : status;
   }
 
   // Of key always.
@@ -157,7 +170,7 @@ class Backward {
                                     at<void>(slices_.value_at), stream_);
   }
 
-  cudaError_t make_terms(const Slice& slice) const {
+  SplitHalfScoreTermsParams terms_of(const Slice& slice) const {
     SplitHalfScoreTermsParams terms = {};
     terms.batch = params_.batch;
     terms.slice = slice;
@@ -173,7 +186,23 @@ class Backward {
     terms.weight_exponents = at<int32_t>(slices_.tiles_at);
     terms.grad_exponents = terms.weight_exponents + slices_.tiles();
     terms.marks = at<uint8_t>(slices_.marks_at);
-    return launch_split_half_score_terms(terms, stream_);
+    return terms;
+  }
+
+  // The last thing of a slice: its terms become floats, those of P, which nobody reads any more, scratch.
+  cudaError_t make_mask_grad(const Slice& slice) const {
+    cudaError_t status = launch_split_half_score_floats(terms_of(slice), stream_);
+    if (status != cudaSuccess) return status;
+    SplitHalfExactBackwardParams exact = exact_of(slice);
+    exact.score_grads = at<float>(slices_.grads_at);
+    status = launch_split_half_exact_score_grads(exact, stream_);
+    if (status != cudaSuccess) return status;
+    Slice whole_rows = slice;  // mask_grad has all keys, also those that no row of the slice sees
+    whole_rows.col_count = params_.S;
+    const MatrixView score_grad = slice_view(at<void>(slices_.grads_at), slice.row_count, slices_.pitch, true);
+    return launch_mask_grad(
+        mask_grad_of(params_, whole_rows, score_grad, at<void>(slices_.weights_at), slices_.grads_at - slices_.weights_at),
+        stream_);
   }
 
   cudaError_t make_gradients(const Slice& piece) const {
@@ -211,7 +240,12 @@ class Backward {
 
 int64_t split_half_backward_workspace(const BackwardParams& params) { return plan_backward(params).bytes; }
 
-bool split_half_backward_sums_mask(const BackwardParams&) { return false; }  // it is given no call that wants mask_grad
+bool split_half_backward_sums_mask(const BackwardParams& params) {
+  const SplitHalfBackwardPlan plan = plan_backward(params);
+  int64_t matrices = params.N;
+  for (const SplitHalfBackwardSlices& range : plan.ranges) matrices = std::min(matrices, range.matrices);
+  return mask_sums_span(params, matrices, plan.ranges.front().rows);  // if there are more ranges, of fewer rows than all
+}
 
 cudaError_t split_half_backward(const BackwardParams& params, cudaStream_t stream) {
   const SplitHalfBackwardPlan plan = plan_backward(params);

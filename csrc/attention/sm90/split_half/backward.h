@@ -56,20 +56,29 @@ struct SplitHalfGradientsParams {
   unsigned* parts_done;  // (tiles whose sums are cut, 2), the same
 };
 
-// All query heads of a key head of which one is not for two half terms, made anew in float.
+// All query heads of a key head of which one is not for two half terms, made anew in float. Of all matrices and rows; or, for the
+// gradient of a mask, dS alone of a slice's.
 struct SplitHalfExactBackwardParams {
   BackwardParams call;
   const SplitHalfFacts *query, *key, *value, *grad_out;  // by flat number
   const uint8_t* marks;                                  // (N,)
   const uint32_t* largest_grads;                         // (N,)
   SplitHalfRowValues* row_values;                        // (N, L): here the reference is a row's largest score
+  Slice slice;                                           // what is looked at
+  float* score_grads;                                    // (matrices, rows, pitch) of it; null: dQ is made
+  int64_t pitch;
 };
 
 cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
+// Terms of dS, in their place, to floats.
+cudaError_t launch_split_half_score_floats(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
 // query_terms: (2, matrices, rows, E rounded up to 8); the others likewise.
 cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
                                         void* grad_out_terms, cudaStream_t stream);
+// Of all matrices.
 cudaError_t launch_split_half_exact_backward(const SplitHalfExactBackwardParams& params, cudaStream_t stream);
+// dS of a slice of whole rows, of what is known to call for it when the slice is done.
+cudaError_t launch_split_half_exact_score_grads(const SplitHalfExactBackwardParams& params, cudaStream_t stream);
 
 // As pipeline_backward and its company.
 int64_t split_half_backward_workspace(const BackwardParams& params);

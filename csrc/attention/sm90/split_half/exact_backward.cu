@@ -2,7 +2,7 @@
 // which one is. Rare (docs/kernels/sm90_split_half.md), so this is short, not fast.
 //
 // 1. A CTA at a time takes 16 rows of a matrix and goes through their keys three times, 64 at a time: for their largest score and
-//    sum, for delta = sum of P * dP - grad_lse, and for dQ, which grows in memory. Each time scores are made again.
+//    sum, for delta = sum of P * dP - grad_lse, and for dQ, which grows in memory, or dS. Each time scores are made again.
 // 2. A CTA at a time takes 16 keys of a key head and goes through the rows of its query heads: dV and dK.
 // Grid: CTAs that stay and look for such heads. 256 threads: 16 a row. Shared memory: 31 KB.
 #include "attention/sm90/split_half/backward.h"
@@ -81,12 +81,14 @@ __global__ void __launch_bounds__(kExactThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #endif
   const BackwardParams& call = p.call;
-  const int64_t groups = (call.L + kExactTileRows - 1) / kExactTileRows;
+  const Slice& slice = p.slice;
+  const int64_t groups = (slice.row_count + kExactTileRows - 1) / kExactTileRows;
   const int E = static_cast<int>(call.E), Ev = static_cast<int>(call.Ev);
   const auto make_unit = [&](int64_t unit) {
-    const ExactHead head(call, unit / groups);
-    const int first_row = static_cast<int>(unit % groups) * kExactTileRows, row = first_row + exact_row();
-    const bool exists = row < call.L;
+    const ExactHead head(call, slice.batch_begin + unit / groups);
+    const int slice_row = static_cast<int>(unit % groups) * kExactTileRows,
+              first_row = static_cast<int>(slice.row_begin) + slice_row, row = first_row + exact_row();
+    const bool exists = row < slice.row_begin + slice.row_count;
     const int end = head.range.end_of_tile(first_row, kExactTileRows);
     const ExactRows query = head.rows_of(call.query, first_row, call.L),
                     grad_out = head.rows_of(call.grad_out, first_row, call.L);
@@ -130,6 +132,20 @@ __global__ void __launch_bounds__(kExactThreads, 1)
     if (call.grad_lse.data != nullptr && exists) {
       delta -= head.rows_of(call.grad_lse, row, call.L).at(0, 0);
     }
+    const auto grad_of = [&](float weight, float grad) { return weight == 0.0f ? 0.0f : weight * (grad - delta); };
+    if (p.score_grads != nullptr) {
+      float* g_grads = p.score_grads + (unit / groups * slice.row_count + slice_row + exact_row()) * p.pitch;
+#pragma unroll 1
+      for (int first_key = 0; first_key < end; first_key += kExactKeys) {
+        float x[kExactOfThread], grads[kExactOfThread];
+        probabilities(first_key, x, grads);
+#pragma unroll
+        for (int i = 0; i < kExactOfThread; ++i) {
+          if (exists) g_grads[first_key + exact_place(i)] = grad_of(x[i], grads[i]);
+        }
+      }
+      return;
+    }
     if (exists && exact_place(0) == 0) p.row_values[head.n * call.L + row] = {max, sum, delta};
 
     float* g_grad = static_cast<float*>(call.grad_query.data) + batch_offset(call.batch, call.grad_query, head.n, 0) +
@@ -140,7 +156,7 @@ __global__ void __launch_bounds__(kExactThreads, 1)
       probabilities(first_key, x, grads);
 #pragma unroll
       for (int i = 0; i < kExactOfThread; ++i) {
-        s.weights[exact_row()][exact_place(i)] = x[i] == 0.0f ? 0.0f : x[i] * (grads[i] - delta);
+        s.weights[exact_row()][exact_place(i)] = grad_of(x[i], grads[i]);
       }
       multiply_weights(head.rows_of(call.key, first_key, end), E, s, [&](int col, float sum_of_keys) {
         if (!exists) return;
@@ -154,8 +170,8 @@ __global__ void __launch_bounds__(kExactThreads, 1)
       stored = end == 0 ? 0.0f : stored * static_cast<float>(call.scale);
     }
   };
-  for_each_found(
-      call.N * groups, s_found, [&](int64_t unit) { return any_needs_exact(p, unit / groups / call.key_group); }, make_unit);
+  const auto found = [&](int64_t unit) { return any_needs_exact(p, (slice.batch_begin + unit / groups) / call.key_group); };
+  for_each_found(slice.batch_count * groups, s_found, found, make_unit);
 }
 
 __global__ void __launch_bounds__(kExactThreads, 1)
@@ -226,16 +242,23 @@ __global__ void __launch_bounds__(kExactThreads, 1)
       call.N / call.key_group * groups, s_found, [&](int64_t unit) { return any_needs_exact(p, unit / groups); }, make_unit);
 }
 
+int64_t most_ctas() { return 8 * current_device_info().sms; }
+
 }  // namespace
+
+cudaError_t launch_split_half_exact_score_grads(const SplitHalfExactBackwardParams& params, cudaStream_t stream) {
+  const int64_t units = params.slice.batch_count * ceil_div(params.slice.row_count, kExactTileRows);
+  return launch_kernel(split_half_exact_rows_kernel, {std::min(units, most_ctas()), kExactThreads}, stream, params);
+}
 
 cudaError_t launch_split_half_exact_backward(const SplitHalfExactBackwardParams& params, cudaStream_t stream) {
   const BackwardParams& call = params.call;
-  const int64_t most = 8 * current_device_info().sms, row_units = call.N * ceil_div(call.L, kExactTileRows),
+  const int64_t row_units = call.N * ceil_div(call.L, kExactTileRows),
                 key_units = call.N / call.key_group * ceil_div(call.S, kExactTileRows);
   const cudaError_t status =
-      launch_kernel(split_half_exact_rows_kernel, {std::min(row_units, most), kExactThreads}, stream, params);
+      launch_kernel(split_half_exact_rows_kernel, {std::min(row_units, most_ctas()), kExactThreads}, stream, params);
   if (status != cudaSuccess) return status;
-  return launch_kernel(split_half_exact_keys_kernel, {std::min(key_units, most), kExactThreads}, stream, params);
+  return launch_kernel(split_half_exact_keys_kernel, {std::min(key_units, most_ctas()), kExactThreads}, stream, params);
 }
 
 }  // namespace attention_ext

@@ -4,6 +4,7 @@
 #include "attention/sm90/split_half/split_half.h"
 #include "attention/sm90/split_half/terms_map.h"
 #include "core/device_info.h"
+#include "core/operand.h"
 #include "plan/split_half_slices.h"
 
 namespace attention_ext {
@@ -14,9 +15,9 @@ class Forward {
   Forward(const ForwardParams& params, cudaStream_t stream)
       : params_(params),
         stream_(stream),
-        plan_(split_half_slices(
-            {params.N, params.L, params.S, params.E, params.Ev, params.key.group, params.value.group, params.sequence.causal},
-            params.workspace_bytes, current_device_info().sms)) {}
+        plan_(split_half_slices({params.N, params.L, params.S, params.E, params.Ev, params.key.group, params.value.group,
+                                 params.sequence.causal, is_dense(params.batch, params.out, params.L, params.Ev)},
+                                params.workspace_bytes, current_device_info().sms)) {}
 
   cudaError_t run() {
     cudaError_t status = cudaMemsetAsync(params_.workspace, 0, plan_.query_at, stream_);
@@ -41,12 +42,22 @@ class Forward {
   }
   SplitHalfFacts* facts(int operand) const { return at<SplitHalfFacts>(0) + operand * params_.N; }
 
+  // Dense out, from a row on.
+  void* out_at(int64_t n, int64_t row) const {
+    return static_cast<float*>(params_.out.data) + (n * params_.L + row) * params_.Ev;
+  }
+
   cudaError_t run_slice(const Slice& slice) const {
     const ForwardParams& p = params_;
+    const int64_t end_matrix = slice.batch_begin + slice.batch_count;
+    // What of out has not been written yet holds terms until then.
+    void *query_terms = plan_.query_in_out ? out_at(slice.batch_begin, slice.row_begin) : at<void>(plan_.query_at),
+         *key_terms = plan_.keys_in_out(end_matrix) ? out_at(end_matrix, 0) : at<void>(plan_.key_at),
+         *value_terms = at<void>(plan_.value_at);
     int32_t* exponents[] = {at<int32_t>(plan_.exponents_at), at<int32_t>(plan_.exponents_at) + plan_.query_blocks(),
                             at<int32_t>(plan_.exponents_at) + plan_.query_blocks() + plan_.key_blocks()};
     const auto operand = [&](int number, const MatrixView& view, int64_t group, int64_t begin, int64_t rows, int64_t cols,
-                             int64_t terms_at) {
+                             void* terms) {
       const bool keys = number > 0;
       return SplitHalfBlocksParams{p.batch,
                                    view,
@@ -56,7 +67,7 @@ class Forward {
                                    begin,
                                    rows,
                                    cols,
-                                   at<void>(terms_at),
+                                   terms,
                                    exponents[number],
                                    facts(number),
                                    keys ? p.sequence.key_lengths : nullptr,
@@ -64,12 +75,13 @@ class Forward {
                                    number == 2};
     };
     const SplitHalfBlocksParams operands[] = {
-        operand(2, p.value, p.value.group, slice.col_begin, slice.col_count, p.Ev, plan_.value_at),
-        operand(1, p.key, p.key.group, slice.col_begin, slice.col_count, p.E, plan_.key_at),
-        operand(0, p.query, 1, slice.row_begin, slice.row_count, p.E, plan_.query_at)};
-    // The query's terms outlast slices of keys. Those of values lie in the place of the keys', unless both are wanted at once.
+        operand(2, p.value, p.value.group, slice.col_begin, slice.col_count, p.Ev, value_terms),
+        operand(1, p.key, p.key.group, slice.col_begin, slice.col_count, p.E, key_terms),
+        operand(0, p.query, 1, slice.row_begin, slice.row_count, p.E, query_terms)};
+    // The query's terms outlast slices of keys. Those of values, where they lie in the place of the keys', wait for the scores.
     const auto split = [&](int first, int end) { return launch_split_half_blocks(operands + first, end - first, stream_); };
-    cudaError_t status = split(plan_.fused ? 0 : 1, slice.col_begin == 0 ? 3 : 2);
+    const bool apart = plan_.apart(end_matrix);
+    cudaError_t status = split(apart ? 0 : 1, slice.col_begin == 0 ? 3 : 2);
     if (status != cudaSuccess) return status;
 
     SplitHalfScoresParams scores = {};
@@ -95,12 +107,10 @@ class Forward {
     scores.out = p.out;
     scores.lse = p.lse;
     if (plan_.fused) {
-      return launch_split_half_fused(scores, at<void>(plan_.query_at), at<void>(plan_.key_at), at<void>(plan_.value_at),
-                                     stream_);
+      return launch_split_half_fused(scores, query_terms, key_terms, value_terms, stream_);
     }
-    status = launch_split_half_scores(scores, ScoreProducts::kWeightTerms, at<void>(plan_.query_at), at<void>(plan_.key_at),
-                                      stream_);
-    if (status == cudaSuccess) status = split(0, 1);
+    status = launch_split_half_scores(scores, ScoreProducts::kWeightTerms, query_terms, key_terms, stream_);
+    if (status == cudaSuccess && !apart) status = split(0, 1);
     if (status != cudaSuccess) return status;
 
     // States are read and written by CTAs of different columns: two arrays, in turn.
@@ -110,7 +120,7 @@ class Forward {
     values.S = p.S;
     values.before = at<SplitHalfRowState>(plan_.states_at) + parity * states;
     values.after = at<SplitHalfRowState>(plan_.states_at) + (1 - parity) * states;
-    return launch_split_half_values(values, at<void>(plan_.value_at), stream_);
+    return launch_split_half_values(values, value_terms, stream_);
   }
 
   cudaError_t run_exact() const {

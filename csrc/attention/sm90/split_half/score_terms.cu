@@ -6,6 +6,7 @@
 // 2. A CTA a tile of 64 x 64: P and dS in registers, the largest of each, their terms. Of tiles that the products read: those of a
 //    row tile of 128 up to the last key that it sees, zeros beyond what a row sees.
 // With dropout dP is of the weights that are kept already, and P is written as keep * P.
+// 3. Only for the gradient of a mask, after all products: terms of dS to floats again, which they are to 2^-23.
 // Grid: 256 threads. Shared memory: 64 bytes.
 #include "attention/sm90/split_half/backward.h"
 #include "attention/visibility/key_range.cuh"
@@ -13,6 +14,7 @@
 #include "device/common/math.cuh"
 #include "device/common/random.cuh"
 #include "device/common/types.cuh"
+#include "gemm/split_half/epilogue.cuh"
 #include "gemm/split_half/terms.cuh"
 
 namespace attention_ext {
@@ -88,20 +90,38 @@ __device__ __forceinline__ uint32_t largest_of(const float (&x)[kPasses][4]) {
   return __reduce_max_sync(0xffffffffu, largest);
 }
 
+// A tile of 64 x 64 of the slice's scores.
+struct ScoreTile {
+  int64_t n, slice_index, col_block;
+  int row_begin, block_row, first_col;  // row_begin: of the slice; the others from there on
+  KeyRange range;
+
+  __device__ __forceinline__ ScoreTile(const SplitHalfScoreTermsParams& p, int64_t tile) {
+    int64_t row_block, block;
+    divide(tile, all_segments(p), row_block, col_block);
+    divide(row_block, (p.slice.row_count + kBlock - 1) / kBlock, slice_index, block);
+    n = p.slice.batch_begin + slice_index;
+    row_begin = static_cast<int>(p.slice.row_begin);
+    block_row = static_cast<int>(block) * kBlock;
+    first_col = static_cast<int>(col_block) * kBlock;
+    range = key_range(p.sequence, n, p.slice.col_count);
+  }
+  // By the products.
+  __device__ __forceinline__ bool is_read() const {
+    const int seen = range.end_of_tile(row_begin + block_row / kRowTile * kRowTile, kRowTile);
+    return first_col < (seen + kRowTile - 1) / kRowTile * kRowTile;
+  }
+};
+
 __global__ void __launch_bounds__(kCtaThreads)
     split_half_score_terms_kernel(const __grid_constant__ SplitHalfScoreTermsParams p, int64_t first_tile) {
   __shared__ uint32_t s_largest[2][kWarps];
-  const int64_t rows = p.slice.row_count, col_blocks = all_segments(p), row_blocks = (rows + kBlock - 1) / kBlock;
-  const int64_t tile = first_tile + blockIdx.x;
-  int64_t row_block, col_block, slice_index, block;
-  divide(tile, col_blocks, row_block, col_block);
-  divide(row_block, row_blocks, slice_index, block);
-  const int64_t n = p.slice.batch_begin + slice_index;
-  const int row_begin = static_cast<int>(p.slice.row_begin), block_row = static_cast<int>(block) * kBlock,
-            first_col = static_cast<int>(col_block) * kBlock;
-  const KeyRange range = key_range(p.sequence, n, p.slice.col_count);
-  const int seen = range.end_of_tile(row_begin + block_row / kRowTile * kRowTile, kRowTile);
-  if (first_col >= (seen + kRowTile - 1) / kRowTile * kRowTile) return;
+  const int64_t rows = p.slice.row_count, col_blocks = all_segments(p), tile = first_tile + blockIdx.x;
+  const ScoreTile at(p, tile);
+  if (!at.is_read()) return;
+  const int64_t n = at.n, slice_index = at.slice_index, col_block = at.col_block;
+  const int row_begin = at.row_begin, block_row = at.block_row, first_col = at.first_col;
+  const KeyRange& range = at.range;
 
   const bool dropping = p.dropout.seed != nullptr;
   const int64_t seed = dropping ? *p.dropout.seed : 0;
@@ -165,6 +185,40 @@ __global__ void __launch_bounds__(kCtaThreads)
   store(p.grads, scales[1], grads);
 }
 
+__global__ void __launch_bounds__(kCtaThreads)
+    split_half_score_floats_kernel(const __grid_constant__ SplitHalfScoreTermsParams p, int64_t first_tile) {
+  const int64_t tile = first_tile + blockIdx.x;
+  const ScoreTile at(p, tile);
+  if (!at.is_read()) return;
+  const int exponent = p.grad_exponents[tile], quad = threadIdx.x % kQuads * 4, first_row = at.block_row + threadIdx.x / kQuads;
+  const auto row_of = [&](int i) {
+    return static_cast<float*>(p.grads) + (at.slice_index * p.slice.row_count + first_row + i * kRowsAtOnce) * p.pitch +
+           at.first_col;
+  };
+  const auto exists = [&](int i) { return first_row + i * kRowsAtOnce < p.slice.row_count; };
+  float grads[kPasses][4] = {};
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    if (!exists(i)) break;
+    const __half* g_high = reinterpret_cast<const __half*>(row_of(i));
+    float low[4];
+    load_quad<__half>(grads[i], g_high, quad, kBlock, 1, true);
+    load_quad<__half>(low, g_high + kBlock, quad, kBlock, 1, true);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) grads[i][e] = times_power_of_two(grads[i][e] + low[e], exponent);
+  }
+  __syncthreads();  // all terms have been read
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    if (exists(i)) store_whole_quad(row_of(i) + quad, grads[i]);
+  }
+}
+
+int64_t tiles_of(const SplitHalfScoreTermsParams& params) {
+  const Slice& slice = params.slice;
+  return slice.batch_count * ceil_div(slice.row_count, kBlock) * (params.pitch / kBlock);
+}
+
 }  // namespace
 
 cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
@@ -172,8 +226,11 @@ cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& param
   const cudaError_t status =
       launch_rows(split_half_rows_of_scores_kernel, kCtaThreads, slice.batch_count * slice.row_count, kWarps, stream, params);
   if (status != cudaSuccess) return status;
-  const int64_t tiles = slice.batch_count * ceil_div(slice.row_count, kBlock) * (params.pitch / kBlock);
-  return launch_rows(split_half_score_terms_kernel, kCtaThreads, tiles, 1, stream, params);
+  return launch_rows(split_half_score_terms_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
+}
+
+cudaError_t launch_split_half_score_floats(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
+  return launch_rows(split_half_score_floats_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
 }
 
 }  // namespace attention_ext
