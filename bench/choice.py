@@ -28,7 +28,8 @@ class Plan(NamedTuple):
 
 def facts(case: Case) -> dict[str, int]:
     """The problem of csrc/plan/problem.h, with contiguous tensors as Case makes them."""
-    group = 1 if case.Hk == 1 else case.Hq // case.Hk  # one head for all is a broadcast
+    split = case.L * case.Hq <= 64 and (min(case.S, case.L) if case.causal else case.S) > 512  # in pieces, and the rest as it is
+    group = 1 if case.Hk == 1 and not split else case.Hq // case.Hk  # one head for all is a broadcast
     found = {"N": case.B * case.Hq, "L": case.L, "S": case.S, "E": case.E, "Ev": case.Ev, "key_group": group, "value_group": group}
     found |= {"batch_dims": 2 if case.mask or case.Hk == 1 < min(case.B, case.Hq) else 1, "type": TYPES[case.dtype]}
     if case.mask:
