@@ -28,7 +28,9 @@ class Plan(NamedTuple):
 
 def facts(case: Case) -> dict[str, int]:
     """The problem of csrc/plan/problem.h, with contiguous tensors as Case makes them."""
-    group = 1 if case.Hk == 1 else case.Hq // case.Hk  # one head for all is a broadcast
+    # One key head for all is a broadcast, but in half types where few rows have their keys split.
+    split = case.L * case.Hq <= 64 and not case.causal and case.S > 512 and case.dtype.itemsize == 2
+    group = 1 if case.Hk == 1 and not split else case.Hq // case.Hk
     found = {"N": case.B * case.Hq, "L": case.L, "S": case.S, "E": case.E, "Ev": case.Ev, "key_group": group, "value_group": group}
     found |= {"batch_dims": 2 if case.mask or case.Hk == 1 < min(case.B, case.Hq) else 1, "type": TYPES[case.dtype]}
     if case.mask:

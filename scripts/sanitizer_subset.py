@@ -83,6 +83,12 @@ def main() -> None:
         run(half, 2240, 300, 320, 264, kernel="sm90_512", backward=None, causal=True, enable_gqa=True)
         run(half, 4300, 130, 72, 520, kernel="sm90_1024", backward=None)
         run(half, 2560, 70, 1024, 520, kernel="sm90_1024", backward=None, causal=True)
+        # Few rows over many keys: pieces of the keys, as many as there are, of a group at a time, and under a mask that hides some.
+        for kernel, E, Ev in (("sm90_256", 64, 40), ("sm90_512", 320, 264), ("sm90_1024", 600, 1024)):
+            run(half, 3, 1100, E, Ev, kernel=kernel, backward=None, enable_gqa=True)
+            run(half, 3, 1100, E, Ev, kernel=kernel, backward=None, workspace_bytes=9 * 3 * 4 * (Ev + 2))
+            mask = torch.arange(1100, device="cuda") % 512 < 70
+            run(half, 3, 1100, E, Ev, kernel=kernel, backward=None, enable_gqa=True, mask=mask.view(1, -1))
         # The backward of the row kernels, of both classes; with more tiles than CTAs.
         for E, causal in ((64, False), (64, True), (128, False), (128, True)):
             run(half, 70, 300, E, E, backward="sm90_256", causal=causal)

@@ -82,6 +82,7 @@ ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& v
   views.finish(params.batch);
   if (is_causal) params.S = std::min(params.S, params.L);  // no query sees the keys after the last one
   params.workspace_bytes = workspace_bytes;
+  if (query.dim() > 3 || enable_gqa) group_heads_of_one_key(params, views.batch_sizes().back());
   const Problem problem = problem_of(params, params.key.group, params.value.group);
   const DeviceInfo card = device_info(device);
   call.row = choose_row(kForwardKernels, kernel_name, problem, card, workspace_bytes, reason);

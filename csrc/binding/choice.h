@@ -7,6 +7,7 @@
 #include "binding/tensors.h"
 #include "core/operand.h"
 #include "plan/kernels.h"
+#include "plan/key_pieces.h"
 
 namespace attention_ext {
 
@@ -36,6 +37,18 @@ Problem problem_of(const Params& params, int64_t key_group, int64_t value_group)
   problem.value = operand_of(params.batch, params.value, params.S, element);
   problem.out_dense = is_dense(params.batch, params.out, params.L, params.Ev);
   return problem;
+}
+
+// Query heads that all read one matrix of keys, and of values, are matrices of their own to the kernels. Where keys of few rows are
+// split they are a group: a tile then has all their rows. heads: the size of the query's head dim.
+inline void group_heads_of_one_key(ForwardParams& params, int64_t heads) {
+  const int last = params.batch.count - 1;
+  MatrixView &key = params.key, &value = params.value;
+  const bool one_key = key.group == 1 && value.group == 1 && key.batch_stride[last] == 0 && value.batch_stride[last] == 0;
+  const bool fits = params.query.batch_stride[last] > 0 && params.batch.count < kTensorMapBatchDims;
+  if (element_bytes(params.type) == 2 && one_key && fits && keys_split(params.L, params.S, heads)) {
+    key.group = value.group = static_cast<int32_t>(heads);
+  }
 }
 
 // The row to run: the one of a name, or for "auto" the table's choice. reason: why, a clause; null: not wanted.

@@ -53,7 +53,7 @@ inline int64_t makespan(int64_t count, int64_t length, int64_t others, int64_t o
 }
 
 int64_t rows_cost(const Problem& problem, const DeviceInfo& card, int64_t cap);
-int64_t fused_cost(const Problem& problem, const DeviceInfo& card, int head_dim_class);
+int64_t fused_cost(const Problem& problem, const DeviceInfo& card, int64_t cap, int head_dim_class);
 int64_t pipeline_cost(const Problem& problem, const DeviceInfo& card, int64_t cap, bool wgmma);
 
 }  // namespace attention_ext

@@ -47,6 +47,9 @@ int64_t slices_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) 
 int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
   return rows_workspace_of(rows_problem(p), cap).bytes();
 }
+int64_t pieces_workspace_of(const Problem& p, const DeviceInfo&, int64_t cap) {
+  return fused_workspace(p.N, p.L, p.visible_keys(), p.Ev, p.key_group, cap).bytes();
+}
 SplitHalfSlices split_half_plan(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const SplitHalfSizes sizes = {p.N, p.L, p.visible_keys(), p.E, p.Ev, p.key_group, p.value_group, p.causal, p.out_dense};
   return split_half_slices(sizes, cap, card.sms);
@@ -59,7 +62,6 @@ int64_t split_half_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const SplitHalfSlices slices = split_half_plan(p, card, cap);
   return slices.bytes <= cap ? std::min(slices.ns, kMostCost) : kMostCost;  // the pipeline needs less, in the end a row
 }
-int64_t no_workspace(const Problem&, const DeviceInfo&, int64_t) { return 0; }
 
 // The kinds of problem that bench/results has as faster. Of float32 the smallest has 512 rows and keys, and 2^26 scores.
 bool measured_faster(const Problem& p) {
@@ -111,15 +113,16 @@ const ForwardTable kForwardKernels = {{
      [](const Problem& p, const DeviceInfo& card, int64_t cap) {
        return std::max(p.E, p.Ev) > kMost256 ? kNoCost : rows_cost(p, card, cap);
      }},
-    {"sm90_512", 90, [](const Problem& p) { return fused_refuses(p, kMost512, kMost512, kFusedRows); }, nullptr, no_workspace,
-     [](const Problem& p, const DeviceInfo& card, int64_t) {
+    {"sm90_512", 90, [](const Problem& p) { return fused_refuses(p, kMost512, kMost512, kFusedRows); }, nullptr,
+     pieces_workspace_of,
+     [](const Problem& p, const DeviceInfo& card, int64_t cap) {
        const int64_t width = std::max(p.E, p.Ev);
-       return width > kMost512 ? kNoCost : fused_cost(p, card, fused_class_512(width));
+       return width > kMost512 ? kNoCost : fused_cost(p, card, cap, fused_class_512(width));
      }},
     {"sm90_1024", 90, [](const Problem& p) { return fused_refuses(p, kMost1024, INT64_MAX, kFusedRows); }, nullptr,
-     no_workspace,
-     [](const Problem& p, const DeviceInfo& card, int64_t) {
-       return p.E > kMost1024 ? kNoCost : fused_cost(p, card, fused_class_1024(p.E));
+     pieces_workspace_of,
+     [](const Problem& p, const DeviceInfo& card, int64_t cap) {
+       return p.E > kMost1024 ? kNoCost : fused_cost(p, card, cap, fused_class_1024(p.E));
      }},
     {"sm90_pipeline", 90, [](const Problem& p) { return sm90_refuses(p, kTensorMapBatchDims); }, nullptr,
      slices_workspace<true>,

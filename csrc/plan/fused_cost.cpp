@@ -8,29 +8,35 @@ namespace {
 
 // ns
 constexpr int64_t kLaunch = 1100;
-constexpr int64_t kTile = 3000;          // beginning and end of a tile
-constexpr int64_t kTileQueryStep = 40;   // its queries in, by 64 of E
-constexpr int64_t kTileValueStep = 260;  // its results out, by 64 of Ev
-constexpr int64_t kFreshStep = 92;       // more for both, where no tile before hides them
-constexpr int64_t kBlock = 750;          // a block of keys: softmax and barriers
-constexpr int64_t kStep = 140;           // 64 x 128 x 64 multiply-adds of a block
-constexpr int64_t kPass = 3700;          // more columns of values, after the first ones
-constexpr int64_t kMaskTile = 2600;      // blocks looked up and marked
-constexpr int64_t kMaskBlock = 440;      // scores of a block by the instance for masks and dropout
-constexpr int64_t kMaskRows = 650;       // a block's part of a mask whose rows differ, for 64 of them
-constexpr int64_t kFirstBytes = 3700;    // before bytes come from memory at its rate
+constexpr int64_t kTile = 3000;                        // beginning and end of a tile
+constexpr int64_t kTileQueryStep = 40;                 // its queries in, by 64 of E
+constexpr int64_t kTileValueStep = 260;                // its results out, by 64 of Ev
+constexpr int64_t kPieceTile = 5200, kPieceStep = 60;  // the first two of a piece of the keys, by 64 of E and of Ev: few rows
+constexpr int64_t kCombine = 3500;                     // a launch, which combines what pieces left
+constexpr int64_t kFreshStep = 92;                     // more for both, where no tile before hides them
+constexpr int64_t kBlock = 750;                        // a block of keys: softmax and barriers
+constexpr int64_t kStep = 140;                         // 64 x 128 x 64 multiply-adds of a block
+constexpr int64_t kPass = 3700;                        // more columns of values, after the first ones
+constexpr int64_t kMaskTile = 2600;                    // blocks looked up and marked
+constexpr int64_t kMaskBlock = 440;                    // scores of a block by the instance for masks and dropout
+constexpr int64_t kMaskRows = 650;                     // a block's part of a mask whose rows differ, for 64 of them
+constexpr int64_t kFirstBytes = 3700;                  // before bytes come from memory at its rate
 // Bytes a ns.
 constexpr int64_t kReadBytes = 4000, kWrittenBytes = 1700, kL2Bytes = 14500;
 
 }  // namespace
 
-int64_t fused_cost(const Problem& p, const DeviceInfo& card, int head_dim_class) {
+int64_t fused_cost(const Problem& p, const DeviceInfo& card, int64_t cap, int head_dim_class) {
   if (times(p.N, p.L, ceil_div(p.Ev, 64)) == kMostCost) return kMostCost;
   const FusedTileShape shape = fused_tile_shape(head_dim_class);
   const int64_t S = p.visible_keys(), sms = card.sms, group = std::min<int64_t>(p.key_group, kFusedRows);
   const bool masked = p.mask != MaskType::kNone, general = masked || p.dropout;
-  const FusedGrid grid = fused_grid(head_dim_class, p.N, static_cast<int>(group), p.L, S, p.Ev, p.causal, general, sms);
-  const int64_t rows = fused_tile_rows(static_cast<int>(group)), blocks = std::max<int64_t>(ceil_div(S, kFusedKeys), 1);
+  const PiecesWorkspace plan = fused_workspace(p.N, p.L, S, p.Ev, p.key_group, cap);
+  const bool split = plan.split.pieces > 1;
+  const FusedGrid grid =
+      fused_grid(head_dim_class, p.N, static_cast<int>(group), p.L, S, p.Ev, p.causal, general, plan.split.pieces, sms);
+  const int64_t rows = fused_tile_rows(static_cast<int>(group));
+  const int64_t blocks = split ? plan.split.blocks : std::max<int64_t>(ceil_div(S, kFusedKeys), 1);
   const int64_t share = fused_share_columns(head_dim_class), columns = std::min(p.Ev, share);
   const int64_t passes = grid.columns == kAllColumns ? ceil_div(p.Ev, share) : 1;
 
@@ -46,14 +52,18 @@ int64_t fused_cost(const Problem& p, const DeviceInfo& card, int head_dim_class)
   if (p.mask == MaskType::kBool && !p.mask_rows) block = block * 3 / 4;
 
   const int64_t missing_keys = blocks * kFusedKeys - round_up(S, kFusedValueKeys);  // whose values are not multiplied
-  int64_t tile = kTile + kTileQueryStep * query_steps + kTileValueStep * value_steps * passes -
-                 kStep * value_steps * passes * std::min<int64_t>(missing_keys, kFusedKeys) / kFusedKeys +
-                 (passes - 1) * (kPass + kStep * value_steps * blocks);
-  if (!grid.ctas_stay) tile += kFreshStep * (query_steps + value_steps * passes);
+  const int64_t steps = query_steps + value_steps * passes;
+  int64_t tile = split ? kPieceTile + kPieceStep * steps
+                       : kTile + kTileQueryStep * query_steps + kTileValueStep * value_steps * passes -
+                             kStep * value_steps * passes * std::min<int64_t>(missing_keys, kFusedKeys) / kFusedKeys +
+                             (passes - 1) * (kPass + kStep * value_steps * blocks);
+  if (!grid.ctas_stay) tile += kFreshStep * steps;
   if (masked) tile += kMaskTile;
 
+  // A piece's end runs under the loads of the next one, where a CTA takes that.
+  const int64_t rounds = ceil_div(grid.tiles, sms), ends = split && grid.ctas_stay ? 1 : rounds;
   const int64_t longest = tile + times(blocks, block);
-  int64_t busy = times(ceil_div(grid.tiles, sms), longest);
+  int64_t busy = times(ends, tile) + times(rounds, blocks, block);
   if (p.causal && grid.tiles > sms) {
     // Longest first within a group, so only the last group's longest tile can come late.
     const int64_t groups = p.N / group, row_tiles = ceil_div(p.L * group, rows);
@@ -64,7 +74,11 @@ int64_t fused_cost(const Problem& p, const DeviceInfo& card, int head_dim_class)
   const int64_t element = element_bytes(p.type);
   const int64_t read = times(element, times(p.N, p.L, p.E) + times(p.key.matrices, S, p.E) + times(p.value.matrices, S, p.Ev));
   const int64_t written = times(element, p.N, times(p.L, p.Ev));
-  return std::min(std::max(kLaunch + busy, kFirstBytes + read / kReadBytes + written / kWrittenBytes), kMostCost);
+  // What pieces leave is written and read again, in L2 for the most part.
+  const int64_t left = split ? times(8 * plan.pitch * plan.split.pieces, times(p.N, p.L)) / kReadBytes : 0;
+  const int64_t combine = split ? kCombine + left : 0;
+  const int64_t bytes = kFirstBytes + read / kReadBytes + written / kWrittenBytes;
+  return std::min(std::max(kLaunch + busy, bytes) + combine, kMostCost);
 }
 
 }  // namespace attention_ext

@@ -24,7 +24,7 @@ int64_t rows_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const RowsTileShape shape = rows_tile_shape(head_dim_class);
   const int64_t S = p.visible_keys(), group = std::min<int64_t>(p.key_group, kMostRows);
   const bool general = p.mask != MaskType::kNone || p.dropout;
-  const RowsWorkspace plan = rows_workspace_of(rows_problem(p), cap);
+  const PiecesWorkspace plan = rows_workspace_of(rows_problem(p), cap).pieces;
   const bool split = plan.split.pieces > 1;
   const RowsGrid grid = rows_grid(head_dim_class, general, p.N, static_cast<int>(group), p.L, plan.split.pieces, card.sms);
   const int64_t block = grid.block_ns + (general ? kMaskBlock : 0), steps = shape.query_steps + shape.value_steps;

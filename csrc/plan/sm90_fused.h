@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/arithmetic.h"
+#include "plan/key_pieces.h"
 
 namespace attention_ext {
 
@@ -44,22 +45,37 @@ constexpr int fused_tile_rows(int group) { return kFusedRows / group * group; }
 // Columns of values that registers hold the output of.
 constexpr int fused_share_columns(int head_dim_class) { return 128 * fused_tile_shape(head_dim_class).value_steps; }
 
+// Pieces of the keys of few rows (plan/key_pieces.h). A key is read as 4 bytes a column of E = Ev, and a piece's row written and
+// read again as 8: with keys for 16 times the rows that is at most an eighth more. With many keys pieces are longer, as they are
+// enough then.
+constexpr KeySplit fused_split(int64_t L, int64_t S, int64_t group) {
+  if (!keys_split(L, S, group)) return kNotSplit;
+  const int64_t by_keys = S <= 4096 ? 1 : S <= 32768 ? 2 : S <= 65536 ? 4 : 8;
+  return split_keys(S, std::max(ceil_div(16 * L * group, kFusedKeys), by_keys), kFusedKeys);
+}
+static_assert(ceil_div(kMostWgmmaKeys, 8 * kFusedKeys) <= kMostPieces, "a piece of the most keys has a thread");
+
+// The workspace, which pieces alone take.
+inline PiecesWorkspace fused_workspace(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t group, int64_t cap) {
+  return pieces_workspace(fused_split(L, S, group), N / group, L * group, Ev, cap);
+}
+
 struct FusedGrid {
   int64_t tiles;
   int columns;     // of values that a CTA takes: a share of them, or kAllColumns
   bool ctas_stay;  // and take every ctas-th tile
-  int64_t ctas;
+  int64_t ctas_of(int64_t count, int64_t sms) const { return ctas_stay ? std::min(count, sms) : count; }
 };
 
 // general: the instance of the kernel for masks and dropout, whose CTAs take one tile each, since the blocks of keys that it marks
 // as visible are those of one.
 inline FusedGrid fused_grid(int head_dim_class, int64_t N, int group, int64_t L, int64_t S, int64_t Ev, bool causal,
-                            bool general, int64_t sms) {
+                            bool general, int64_t pieces, int64_t sms) {
   // CTAs that stay and take tile after tile overlap the end of one with the loads of the next; where tiles are long and differ, in
   // causal attention, one CTA a tile spreads them better.
   constexpr int64_t kShortKeys = 1024;
-  const int64_t row_tiles = N / group * ceil_div(L * group, fused_tile_rows(group));
-  FusedGrid grid = {0, fused_share_columns(head_dim_class), !general && (!causal || S <= kShortKeys), 0};
+  const int64_t row_tiles = N / group * ceil_div(L * group, fused_tile_rows(group)) * pieces;
+  FusedGrid grid = {0, fused_share_columns(head_dim_class), !general && (!causal || S <= kShortKeys)};
   grid.tiles = row_tiles * ceil_div(Ev, grid.columns);
   // Of a class that is wider a CTA may take all columns in passes, where two blocks are all keys: their weights stay in shared
   // memory.
@@ -67,7 +83,6 @@ inline FusedGrid fused_grid(int head_dim_class, int64_t N, int group, int64_t L,
     grid.columns = kAllColumns;
     grid.tiles = row_tiles;
   }
-  grid.ctas = grid.ctas_stay ? std::min(grid.tiles, sms) : grid.tiles;
   return grid;
 }
 

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/arithmetic.h"
+#include "plan/key_pieces.h"
 #include "plan/problem.h"
 
 namespace attention_ext {
@@ -50,27 +51,16 @@ struct RowsGrid {
   int64_t block_ns;
 };
 
-// Few rows over many keys, as in decoding: the keys are split in pieces, each a tile of its own, and what pieces leave is combined.
-// Where its keys are split decides a result's bits. So that follows from one group of heads alone, never from how many there are.
-constexpr int kSplitRows = 64;        // of a group at most, one warpgroup's: more fill two, and are much to leave
-constexpr int kPieceKeys = 256;       // at least
-constexpr int64_t kMostPieces = 256;  // a thread of the combining kernel each
-
-struct RowsSplit {
-  int64_t pieces;  // 1: not split
-  int blocks;      // of keys of a piece
-};
-constexpr RowsSplit kNotSplit = {1, 0};
+// Pieces of the keys of few rows (plan/key_pieces.h).
+constexpr int kPieceKeys = 256;  // at least
 
 // A key is read as 2 bytes a column, and a piece's row written and read again as 4. So with more rows pieces are longer; with more
 // keys too, as they are enough then.
-constexpr RowsSplit rows_split(int head_dim_class, int64_t L, int64_t S, int64_t group) {
-  if (L > kSplitRows || L * group > kSplitRows || S <= 2 * kPieceKeys) return kNotSplit;
+constexpr KeySplit rows_split(int head_dim_class, int64_t L, int64_t S, int64_t group) {
+  if (!keys_split(L, S, group)) return kNotSplit;
   const int by_rows = L * group <= 8 ? 1 : L * group <= 16 ? 2 : 4, by_keys = S <= 4096 ? 1 : S <= 16384 ? 2 : 4;
   const int keys = rows_tile_shape(head_dim_class).keys;
-  const int blocks = static_cast<int>(ceil_div(kPieceKeys, keys)) * std::max(by_rows, by_keys);
-  const int64_t pieces = ceil_div(S, blocks * keys);
-  return pieces > 1 ? RowsSplit{pieces, blocks} : kNotSplit;
+  return split_keys(S, ceil_div(kPieceKeys, keys) * std::max(by_rows, by_keys), keys);
 }
 static_assert(ceil_div(kMostWgmmaKeys, 4 * kPieceKeys) <= kMostPieces, "a piece of the most keys has a thread");
 
@@ -99,16 +89,11 @@ constexpr RowsMarkSizes rows_mark_sizes(bool masked, int64_t L, int64_t S, int k
   return sizes;
 }
 
-// The workspace: what pieces leave of as many groups of heads as fit, then the marks. The groups are taken in several launches
-// where not all fit, so that their number does not decide whether keys are split; where the cap holds not one, they are not.
+// The workspace: what pieces leave, then the marks.
 struct RowsWorkspace {
-  RowsSplit split;
-  int64_t pitch;        // floats of a row of O that a piece leaves
-  int64_t groups;       // of a launch
-  int64_t rows;         // that their pieces leave: of each a row of O, a reference and a sum
-  int64_t mark_offset;  // after them
-  int64_t mark_bytes;   // 0: nothing is looked up
-  int64_t bytes() const { return mark_offset + mark_bytes; }
+  PiecesWorkspace pieces;
+  int64_t mark_bytes;  // 0: nothing is looked up
+  int64_t bytes() const { return pieces.bytes() + mark_bytes; }
 };
 struct RowsProblem {
   int64_t N, L, S, E, Ev, group;
@@ -120,21 +105,13 @@ inline RowsProblem rows_problem(const Problem& p) {
 }
 inline RowsWorkspace rows_workspace_of(const RowsProblem& p, int64_t cap) {
   const int head_dim_class = rows_class(p.E, p.Ev);
-  RowsWorkspace plan = {rows_split(head_dim_class, p.L, p.S, p.group), round_up(p.Ev, 8), p.N / p.group, 0, 0, 0};
-  const int64_t row_bytes = 4 * (plan.pitch + 2);
-  int64_t group_rows = plan.split.pieces > 1 ? plan.split.pieces * p.L * p.group : 0;
-  if (group_rows * row_bytes > cap) {
-    plan.split = kNotSplit;
-    group_rows = 0;
-  }
+  const KeySplit split = rows_split(head_dim_class, p.L, p.S, p.group);
+  const auto pieces = [&](int64_t room) { return pieces_workspace(split, p.N / p.group, p.L * p.group, p.Ev, room); };
+  RowsWorkspace plan = {pieces(cap), 0};
   const RowsMarkSizes sizes = rows_mark_sizes(p.masked, p.mask_rows ? p.L : 1, p.S, rows_tile_shape(head_dim_class).keys);
-  const int64_t room = std::min(cap - group_rows * row_bytes, (int64_t{1} << 31) - 1);
+  const int64_t room = std::min(cap - plan.pieces.group_bytes(), (int64_t{1} << 31) - 1);  // next to one group's pieces
   if (sizes.cells > 0 && p.mask_matrices <= room / sizes.cells) plan.mark_bytes = sizes.cells * p.mask_matrices;
-  if (group_rows > 0) {
-    plan.groups = std::min(plan.groups, (cap - plan.mark_bytes) / (group_rows * row_bytes));
-    plan.rows = plan.groups * group_rows;
-    plan.mark_offset = plan.rows * row_bytes;
-  }
+  plan.pieces = pieces(cap - plan.mark_bytes);
   return plan;
 }
 

@@ -153,8 +153,8 @@ def test_more_is_never_cheaper(sms: int) -> None:
     """Estimates are positive, and those of more queries or keys by whole tiles, of twice the heads and of half the SMs no lower.
 
     By whole tiles, as 256 keys are cheaper than 200 for a kernel that has another epilogue for a tile with an edge in it; not to
-    where sm90_256 begins to split the keys of few rows; and with room for all in the workspace, as slices of other sizes fill
-    rounds otherwise.
+    where the fused kernels begin to split the keys of few rows; and with room for all in the workspace, as slices of other sizes
+    fill rounds otherwise.
     """
     rng, room = random.Random(1), 1 << 50
     for problem in some_problems(300):
@@ -167,7 +167,7 @@ def test_more_is_never_cheaper(sms: int) -> None:
         for more in ({"L": problem["L"] + tiles}, {"S": problem["S"] + tiles}, heads):
             for name, before, after in zip(FORWARD, costs, plan(**problem | more, sms=sms, cap=room).costs, strict=True):
                 few = problem["L"] * problem["key_group"] <= 64 and problem["S"] <= 1344
-                assert after >= before or (name == "sm90_256" and few and "S" in more), (name, problem, more)
+                assert after >= before or (name in FUSED and few and "S" in more), (name, problem, more)
         for name, before, after in zip(FORWARD, costs, plan(**problem, sms=max(sms // 2, 1), cap=room).costs, strict=True):
             assert after >= before, (name, problem)
 
@@ -260,7 +260,9 @@ def test_workspace_stays_under_the_cap_or_is_one_row(cap: int) -> None:
         for capability, E in ((80, 64), (90, 600)):
             found = plan(N=N, L=L, S=S, E=E, Ev=E, type=dtype, cap=cap, capability=capability)
             assert found.workspace <= max(cap, row)
-            assert (found.workspace == 0) == (found.kernel in FUSED)
+            few = L <= 64 and S > 512  # rows, whose keys may be split
+            assert found.workspace == 0 or found.kernel not in FUSED or few
+            assert found.workspace > 0 or found.kernel in FUSED
     assert plan(**TYPICAL | {"N": 0}).workspace == plan(**TYPICAL | {"L": 0}).workspace == 0
 
 

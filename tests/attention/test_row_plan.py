@@ -1,4 +1,4 @@
-"""sm90_256's workspace, and with few rows and many keys how the plan splits them. No GPU needed."""
+"""The fused kernels' workspace, and with few rows and many keys how the plan splits them. No GPU needed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from choice import CAP, Plan
 from kernel_names import kernel_names
 
 OPS = torch.ops.attention_ext
-ROW_KERNELS = kernel_names().index("sm90_256")
+FORWARD = kernel_names()
+ROW_KERNELS, FUSED = FORWARD.index("sm90_256"), ("sm90_256", "sm90_512", "sm90_1024")
 BOOL = 1  # MaskType
-BLOCKS = {64: 128, 128: 128, 192: 112, 256: 80}  # keys of a block, by head dim
+BLOCKS = {64: 128, 128: 128, 192: 112, 256: 80}  # keys of a block of sm90_256, by head dim
+WIDER = {320: "sm90_512", 512: "sm90_512", 768: "sm90_1024", 1024: "sm90_1024"}
 
 
 @pytest.fixture(autouse=True)
@@ -42,18 +44,36 @@ def row_bytes(E: int) -> int:
 )  # fmt: skip
 def test_pieces(E: int, L: int, S: int, group: int, least: int) -> None:
     """A piece is the fewest blocks that hold 256 keys, or twice or four times as many where rows or keys are many."""
-    found = plan(8 * group, L, S, E, group)
+    found = plan(128 * group, L, S, E, group, cap=1 << 30)
     piece = -(-256 // BLOCKS[E]) * BLOCKS[E] * (least // 256)
     assert found.kernel == "sm90_256"
-    assert found.workspace == 8 * group * L * -(-S // piece) * row_bytes(E)
+    assert found.workspace == 128 * group * L * -(-S // piece) * row_bytes(E)
 
 
+@pytest.mark.parametrize(("E", "kernel"), WIDER.items())
+@pytest.mark.parametrize(
+    ("L", "S", "group", "keys"),
+    [(1, 513, 1, 128), (1, 2048, 8, 128), (8, 4096, 1, 128), (3, 4096, 8, 384), (1, 4097, 1, 256), (1, 32768, 4, 256),
+     (2, 32768, 16, 512), (1, 32769, 1, 512), (1, 65537, 8, 1024), (64, 8192, 1, 1024), (1, 1 << 18, 1, 1024)],
+)  # fmt: skip
+def test_pieces_above_256(E: int, kernel: str, L: int, S: int, group: int, keys: int) -> None:
+    """A piece has keys for 16 times the rows, and more where there are many, so that at most 256 pieces are all of them."""
+    found = plan(group, L, S, E, group)
+    assert found.kernel == kernel
+    assert found.workspace == group * L * -(-S // keys) * row_bytes(E)
+    one, row = plan(2 * group, L, S, E, group, cap=found.workspace), FORWARD.index(kernel)
+    assert (one.kernel, one.workspace) == (kernel, found.workspace)
+    whole = plan(group, L, S, E, group, cap=found.workspace - 1)
+    assert whole.costs[row] == plan(group, L, S, E, group, cap=0).costs[row] > found.costs[row]
+
+
+@pytest.mark.parametrize("E", [128, *WIDER])
 @pytest.mark.parametrize(("L", "S", "more"), [(1, 512, {}), (65, 8192, {}), (9, 8192, {"group": 8}), (64, 8192, {"causal": 1})])
-def test_not_split(L: int, S: int, more: dict[str, int]) -> None:
+def test_not_split(E: int, L: int, S: int, more: dict[str, int]) -> None:
     """Short, more rows than a warpgroup's 64, or causal, where no query sees more keys than there are queries."""
     for N in (8, 1024):
-        found = plan(N, L, S, **more)
-        assert found.kernel != "sm90_256" or found.workspace == 0
+        found = plan(N, L, S, E, **more)
+        assert found.kernel not in FUSED or found.workspace == 0
 
 
 def test_the_number_of_heads_does_not_matter() -> None:
@@ -76,13 +96,25 @@ def test_marks_come_first() -> None:
 
 @pytest.mark.parametrize("E", BLOCKS)
 def test_chosen_for_decoding(E: int) -> None:
-    """One query over many keys, alone or in a batch: faster than by a tile for all keys, and than any other kernel."""
+    """One query over many keys, alone or in a batch: faster than by a tile for all keys, and than any other kernel.
+
+    But for two key heads and very many keys, of which sm90_512 makes more pieces.
+    """
     for N in (8, 32, 1024):
         for S in (1024, 4096, 32768):
             found = plan(N, 1, S, E, group=4)
-            assert found.kernel == "sm90_256", (N, S, found.costs)
+            few = N == 8 and S == 32768
+            assert found.kernel in ("sm90_256", "sm90_512" if few else "sm90_256") and found.workspace > 0, (N, S, found.costs)
     assert cost(8, 1, 4096, E) < 15_000 and cost(32, 1, 4096, E, group=4) < 15_000
     assert cost(8, 1, 8192, E, cap=0) > 5 * cost(8, 1, 8192, E)
+
+
+@pytest.mark.parametrize(("E", "kernel"), WIDER.items())
+def test_chosen_for_decoding_above_256(E: int, kernel: str) -> None:
+    for N in (8, 32, 1024):
+        for S in (1024, 8192, 32768):
+            found = plan(N, 1, S, E, group=8)
+            assert found.kernel == kernel, (N, S, found.costs)
 
 
 @pytest.mark.parametrize(("E", "keys"), BLOCKS.items())

@@ -24,8 +24,15 @@ SEES = {
     "attention/visibility": ("core", "device", "gemm"),
     "attention/softmax": ("core", "device", "gemm"),
     "attention/pipeline": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
-    "attention/sm90/fused": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
-    "attention/sm90/rows": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+    "attention/sm90/pieces": ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+    "attention/sm90/fused": (
+        *("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+        "attention/sm90/pieces",
+    ),
+    "attention/sm90/rows": (
+        *("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax"),
+        "attention/sm90/pieces",
+    ),
     "attention/sm90/pipeline": (
         ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
     ),

@@ -53,7 +53,7 @@ def launched(call: Callable[[], object]) -> set[str]:
         "sm90_split_half": "split_half_blocks_kernel",
     }
     found = {kernel for kernel, part in parts.items() if part in names}
-    for width in map(int, re.findall(r"fused_forward_kernel<[^>]*FusedTile<[^>]*?(\d+)>", names)):
+    for width in map(int, re.findall(r"fused_forward_kernel<[^>]*FusedTile<\w+, (?:\(int\))?(\d+)", names)):
         assert width in CLASS_512 + CLASS_1024
         found.add("sm90_512" if width in CLASS_512 else "sm90_1024")
     return found

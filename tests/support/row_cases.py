@@ -1,4 +1,4 @@
-"""Inputs and masks for sm90_256 by name, and its results held to the error rule."""
+"""Inputs and masks by name for the kernels that run any head dims fused, and their results held to the error rule."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from kernels import KERNELS
 from torch import Tensor
 
 KERNEL = next(kernel for kernel in KERNELS if kernel.name == "sm90_256")
-WIDEST = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))  # (E, Ev) of each class
+WIDEST = ((64, 64), (128, 128), (192, 128), (192, 192), (256, 256))  # (E, Ev) of each class of sm90_256
+WIDER = ((384, 384), (512, 512), (768, 768), (1024, 1024))  # of sm90_512 and sm90_1024
 CAP = 1 << 27  # workspace_bytes
 NEG_INF, NAN = float("-inf"), float("nan")
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+def kernel_for(E: int, Ev: int) -> str:
+    width = max(E, Ev)
+    return "sm90_256" if width <= 256 else "sm90_512" if width <= 512 else "sm90_1024"
 
 
 def draw(
@@ -38,7 +44,7 @@ def forward(
         "enable_gqa": q.size(1) != k.size(1),
         "key_lengths": key_lengths,
         "workspace_bytes": workspace_bytes,
-        "kernel_name": KERNEL.name,
+        "kernel_name": kernel_for(q.size(-1), v.size(-1)),
     }
     return sdpa_forward(q, k, v, mask, seed, p, causal, **options)
 

@@ -17,7 +17,8 @@ def script() -> ModuleType:
 
 
 def names() -> list[str]:
-    fused = [f"_Z20fused_forward_kernelIN9FusedTileI{t}Li{w}EEELb{g}EEvj" for t in HALF for w in (384, 512) for g in (0, 1)]
+    widths = ("Li384ELb0EEELb0E", "Li384ELb0EEELb1E", "Li384ELb1EEELb0E", "Li512ELb1EEELb1E")
+    fused = [f"_Z20fused_forward_kernelIN9FusedTileI{t}{width}Evj" for t in HALF for width in widths]
     tiles = ("Li64ELi128EEELb0E", "Li64ELi128EEELb1E", "Li64ELi192EEELb0E", "Li256ELi128EEELb1E")
     fused += [f"_Z19rows_forward_kernelIN8RowsTileI{t}{tile}Evj" for t in HALF for tile in tiles]
     products = (

@@ -26,17 +26,17 @@ class FusedConsumer {
     col_ = threadIdx.x % 4 * 2;
   }
 
-  __device__ __forceinline__ void run(uint32_t tiles, int columns) {
+  __device__ __forceinline__ void run(const FusedOrder& order) {
     if constexpr (kGeneral) barrier_sync(kBarrierMarked, Tile::kThreads);
     uint32_t query_parity = 0;
-    const bool passes = Tile::kPasses && columns > Tile::kShareColumns;
+    const bool passes = Tile::kPasses && order.columns > Tile::kShareColumns;
 #pragma unroll 1
-    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      begin_tile(tile, columns);
+    for (uint32_t tile = blockIdx.x; tile < order.tiles; tile += gridDim.x) {
+      begin_tile(order, tile);
       mbarrier_wait(shared_address(&shared_.query_full), query_parity);
       query_parity ^= 1;
       const int other = 1 - consumer_;
-      BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
+      BlockWalk<Tile, kGeneral> walk(work_, shared_.visible, consumer_);
       // A vote, of threads that agree: the compiler then keeps addresses in uniform registers, where it would not know they are.
       if (__any_sync(0xffffffffu, walk.done() && !passes)) release_query();
 #pragma unroll 1
@@ -55,17 +55,22 @@ class FusedConsumer {
         for (int half = 0; half < 2; ++half) sum_[half] *= shared_.factor[other][row_ + 8 * half];
         add_weighted_values(walk.previous(), other, !passes);
       }
-      finish(walk.other_has_last() ? other : consumer_, passes);
+      sum_rows<Tile>(shared_, consumer_, row_, sum_);
+      const float* s_reference = shared_.reference[walk.other_has_last() ? other : consumer_];
+      if constexpr (Tile::kSplits) {
+        leave_piece<Tile>(p_, order.pieces, work_, s_reference, consumer_, row_, col_, sum_, out_);
+      } else {
+        finish(s_reference, passes);
+      }
     }
   }
 
  private:
-  // The rows' sums, log-sum-exp and output, once out_ is complete.
-  __device__ __forceinline__ void finish(int last_owner, bool passes) {
-    sum_rows<Tile>(shared_, consumer_, row_, sum_);
+  // The rows' log-sum-exp and output, once out_ and the sums are complete.
+  __device__ __forceinline__ void finish(const float* s_reference, bool passes) {
     if (consumer_ == 0 && work_.first_column == 0) {
       const float scale = kGeneral ? 1.0f : static_cast<float>(p_.scale);
-      store_lse(p_, work_, shared_.reference[last_owner], scale, row_, sum_);
+      store_lse(p_, work_, s_reference, scale, row_, sum_);
     }
     // Through the place of the weights, which are multiplied, or of the query in passes, which want the weights again.
     const T* s_tile = passes ? shared_.query[consumer_] : shared_.weights[consumer_][0];
@@ -85,7 +90,7 @@ class FusedConsumer {
       for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;
 #pragma unroll 1
       for (int owner = 0; owner < Tile::kConsumers; ++owner) {
-        const BlockWalk<kGeneral> walk(work_, shared_.visible, owner);
+        const BlockWalk<Tile, kGeneral> walk(work_, shared_.visible, owner);
         if (!__any_sync(0xffffffffu, walk.done())) add_weighted_values(walk.block(), owner, false);
       }
     }
@@ -94,7 +99,7 @@ class FusedConsumer {
   __device__ __forceinline__ void end_passes() {
 #pragma unroll 1
     for (int owner = 0; owner < Tile::kConsumers; ++owner) {
-      if (!BlockWalk<kGeneral>(work_, shared_.visible, owner).done()) release_weights(owner);
+      if (!BlockWalk<Tile, kGeneral>(work_, shared_.visible, owner).done()) release_weights(owner);
     }
     fence_async_proxy();
     __syncwarp();  // the warp's results have left the query's place
@@ -120,9 +125,9 @@ class FusedConsumer {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.query_empty));
   }
 
-  __device__ __forceinline__ void begin_tile(uint32_t tile, int columns) {
+  __device__ __forceinline__ void begin_tile(const FusedOrder& order, uint32_t tile) {
     barrier_sync(kBarrierOwn + consumer_, 128);  // all of the warpgroup have left the tile before
-    if (threadIdx.x % 128 == 0) work_.template init<kGeneral>(p_, tile, columns);
+    if (threadIdx.x % 128 == 0) work_.template init<Tile, kGeneral>(p_, order, tile);
     barrier_sync(kBarrierOwn + consumer_, 128);  // the work is written
 #pragma unroll
     for (int i = 0; i < kOut; ++i) out_[i] = 0.0f;

@@ -1,5 +1,5 @@
-// The end of a tile of the fused forward: the rows' sums, their log-sum-exp and the output. `row`: of this thread's first element
-// in a 64 x n product; its other row is 8 below.
+// The end of a tile of the fused forward: the rows' sums; then log-sum-exp and output, or what a piece of the keys leaves.
+// `row`: of this thread's first element in a 64 x n product; its other row is 8 below.
 #pragma once
 
 #include "attention/params.h"
@@ -66,6 +66,32 @@ __device__ __forceinline__ void store_out(const ForwardParams& p, const FusedWor
       const int col = first_column + strip * Tile::kStep + chunk_col, cols = static_cast<int>(p.Ev);
       if (warp_row + chunk_row < work.rows && col < cols) store_chunk(g_row, col, cols, p.out, chunk);
     });
+  }
+}
+
+// What a piece of the keys has summed, for combine_pieces. s_reference: of the last block, read when store_lse would. Shares of
+// columns have the same references and sums, which the first one writes. A piece without a block has no reference.
+template <class Tile>
+__device__ __forceinline__ void leave_piece(const ForwardParams& p, const KeyPieces& pieces, const FusedWork& work,
+                                            const float* s_reference, int consumer, int row, int col, const float (&sum)[2],
+                                            const float (&out)[32 * Tile::kValueSteps]) {
+  const int first_column = work.first_column + consumer * Tile::kValueSteps * Tile::kStep;
+  const int64_t first_row = static_cast<int64_t>(work.piece) * (static_cast<int>(p.L) * work.group);
+#pragma unroll
+  for (int half = 0; half < 2; ++half, row += 8) {
+    if (row >= work.rows) continue;
+    const int64_t place = first_row + row;
+    if (first_column == 0 && col == 0) {
+      const float reference = sum[half] == 0.0f ? negative_infinity(0.0f) : s_reference[row];
+      pieces.statistics[place] = make_float2(reference, sum[half]);
+    }
+    if (sum[half] == 0.0f) continue;
+    float* g_row = pieces.out + place * pieces.pitch + first_column + col;
+#pragma unroll
+    for (int i = 0; i < 8 * Tile::kValueSteps; ++i) {  // pairs of columns, 8 apart
+      const float* pair = &out[4 * i + 2 * half];
+      if (first_column + 8 * i < pieces.pitch) *reinterpret_cast<float2*>(g_row + 8 * i) = make_float2(pair[0], pair[1]);
+    }
   }
 }
 

@@ -7,8 +7,7 @@
 
 namespace attention_ext {
 
-// E and Ev up to 512; E up to 1024. Of a problem that the kernel's row of the table (plan/forward.cpp) does not refuse; no
-// workspace.
+// E and Ev up to 512; E up to 1024. Of a problem that the kernel's row of the table (plan/forward.cpp) does not refuse.
 cudaError_t fused_forward_512(const ForwardParams& params, cudaStream_t stream);
 cudaError_t fused_forward_1024(const ForwardParams& params, cudaStream_t stream);
 

@@ -9,6 +9,8 @@
 // P_2 V_2 | ..., warpgroup 1 S_1 | softmax, P_0 V_0, P_1 V_1 | S_3 ... A third warpgroup's threads load, one of them a ring of 16
 // KB slots for each consumer, in the order in which it multiplies: 128 keys x 64 of E, or 32 keys x half of Ev.
 // Blocks of keys that none of the CTA's rows sees are left out.
+// Where rows are few and keys many, a tile is up to 64 rows and one piece of the keys. It leaves what it has summed in the
+// workspace, and combine_pieces makes the output of that.
 // The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
 // wait_for_prerequisites nothing is read or written but shared memory and parameters.
 // Grid: one CTA per 64 rows of a group, row tiles of a group adjacent (they share keys and values in L2), causal: longest first.
@@ -22,12 +24,11 @@
 
 namespace attention_ext {
 
-// A CTA takes `columns` of values: a share of them, or all.
-// With a mask a CTA takes one tile (gridDim.x is `tiles`), since the blocks that it marks as visible are those of one.
+// With a mask a CTA takes one tile (gridDim.x is their number), since the blocks that it marks as visible are those of one.
 template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps, uint32_t tiles,
-                         int columns) {
+    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps,
+                         const __grid_constant__ FusedOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (warpgroup == Tile::kConsumers) {
     if constexpr (kGeneral) {
       FusedWork work;
-      work.init<kGeneral>(p, blockIdx.x, columns);
+      work.init<Tile, kGeneral>(p, order, blockIdx.x);
       visit_mask<typename Tile::T>(p.mask, p.mask_type,
                                    [&](auto* g_mask) { mark_visible_blocks<Tile>(p, work, g_mask, shared.visible); });
     }
@@ -71,13 +72,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (!elect_thread()) return;
     if (warp < Tile::kConsumers) {
-      FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(tiles, columns);
+      FusedProducer<Tile, kGeneral>(p, maps, shared, warp).run(order);
     } else if (warp == Tile::kConsumers) {
-      load_queries<Tile, kGeneral>(p, maps, shared, tiles, columns);
+      load_queries<Tile, kGeneral>(p, maps, shared, order);
     }
   } else {
     take_registers<Tile::kConsumerRegisters>();
-    FusedConsumer<Tile, kGeneral>(p, shared, warpgroup).run(tiles, columns);
+    FusedConsumer<Tile, kGeneral>(p, shared, warpgroup).run(order);
   }
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote

@@ -12,7 +12,7 @@
 namespace attention_ext {
 
 template <class Tile, bool kGeneral>
-cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
+cudaError_t launch(const ForwardParams& params, const PiecesWorkspace& plan, cudaStream_t stream) {
   FusedMaps maps;
   const int group = params.key.group;
   cudaError_t status =
@@ -25,21 +25,36 @@ cudaError_t launch(const ForwardParams& params, cudaStream_t stream) {
   status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kValueKeys);
   if (status != cudaSuccess) return status;
   const int64_t sms = current_device_info().sms;
-  const FusedGrid grid =
-      fused_grid(Tile::kClass, params.N, group, params.L, params.S, params.Ev, params.sequence.causal, kGeneral, sms);
+  const FusedGrid grid = fused_grid(Tile::kClass, params.N, group, params.L, params.S, params.Ev, params.sequence.causal,
+                                    kGeneral, plan.split.pieces, sms);
+  FusedOrder order = {0, grid.columns, {}};
+  const auto launch_tiles = [&](int64_t tiles) {
+    order.tiles = static_cast<uint32_t>(tiles);
+    LaunchShape shape = {grid.ctas_of(tiles, sms), Tile::kThreads, sizeof(typename Tile::Shared)};
+    shape.early = shape.ctas <= sms;  // of more than one wave later CTAs start late anyhow
+    return launch_kernel(fused_forward_kernel<Tile, kGeneral>, shape, stream, params, maps, order);
+  };
+  if constexpr (!Tile::kSplits) return launch_tiles(grid.tiles);
 
-  LaunchShape shape = {grid.ctas, Tile::kThreads, sizeof(typename Tile::Shared)};
-  shape.early = grid.ctas <= sms;  // of more than one wave later CTAs start late anyhow
-  return launch_kernel(fused_forward_kernel<Tile, kGeneral>, shape, stream, params, maps, static_cast<uint32_t>(grid.tiles),
-                       grid.columns);
+  const int64_t tiles_of_group = grid.tiles / (params.N / group);
+  const float unit = kGeneral ? 1.0f : static_cast<float>(params.scale);
+  return launch_in_pieces(params, plan, unit, stream, [&](const KeyPieces& pieces, int64_t groups) {
+    order.pieces = pieces;
+    return launch_tiles(tiles_of_group * groups);
+  });
 }
 
 template <class T, int kClass>
 cudaError_t launch_class(const ForwardParams& params, cudaStream_t stream) {
-  const float scale = static_cast<float>(params.scale);
   const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr ||
-                       params.sequence.key_lengths != nullptr || !scales_exponents(scale);
-  return general ? launch<FusedTile<T, kClass>, true>(params, stream) : launch<FusedTile<T, kClass>, false>(params, stream);
+                       params.sequence.key_lengths != nullptr || !scales_exponents(static_cast<float>(params.scale));
+  const PiecesWorkspace plan =
+      fused_workspace(params.N, params.L, params.S, params.Ev, params.key.group, params.workspace_bytes);
+  const auto launch_tile = [&](auto tile) {
+    using Tile = decltype(tile);
+    return general ? launch<Tile, true>(params, plan, stream) : launch<Tile, false>(params, plan, stream);
+  };
+  return plan.split.pieces > 1 ? launch_tile(FusedTile<T, kClass, true>()) : launch_tile(FusedTile<T, kClass, false>());
 }
 
 }  // namespace attention_ext

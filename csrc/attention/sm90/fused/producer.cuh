@@ -23,13 +23,13 @@ class FusedProducer {
                                            int consumer)
       : p_(p), maps_(maps), shared_(shared), work_(shared.work[Tile::kConsumers + consumer]), consumer_(consumer) {}
 
-  __device__ __forceinline__ void run(uint32_t tiles, int columns) {
+  __device__ __forceinline__ void run(const FusedOrder& order) {
 #pragma unroll 1
-    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      work_.template init<kGeneral>(p_, tile, columns);
+    for (uint32_t tile = blockIdx.x; tile < order.tiles; tile += gridDim.x) {
+      work_.template init<Tile, kGeneral>(p_, order, tile);
       set_batch(shared_.key[consumer_], p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value[consumer_], p_.batch, p_.value, work_.n_group * work_.group);
-      BlockWalk<kGeneral> walk(work_, shared_.visible, consumer_);
+      BlockWalk<Tile, kGeneral> walk(work_, shared_.visible, consumer_);
 #pragma unroll 1
       for (; !walk.done(); walk.advance()) {
         load_keys(walk.block());
@@ -38,12 +38,12 @@ class FusedProducer {
       }
       if (walk.other_has_last()) load_values(walk.previous(), work_.first_column);
       if constexpr (Tile::kPasses) {
-        if (columns == Tile::kShareColumns) continue;
+        if (order.columns == Tile::kShareColumns) continue;
 #pragma unroll 1
         for (int column = Tile::kShareColumns; column < p_.Ev; column += Tile::kShareColumns) {
 #pragma unroll 1
           for (int owner = 0; owner < Tile::kConsumers; ++owner) {
-            const BlockWalk<kGeneral> of_owner(work_, shared_.visible, owner);
+            const BlockWalk<Tile, kGeneral> of_owner(work_, shared_.visible, owner);
             if (!of_owner.done()) load_values(of_owner.block(), column);
           }
         }
@@ -105,15 +105,15 @@ class FusedProducer {
 // Loads the query tiles; columns from E on and queries from L on become zeros. One thread.
 template <class Tile, bool kGeneral>
 __device__ __forceinline__ void load_queries(const ForwardParams& p, const FusedMaps& maps, typename Tile::Shared& shared,
-                                             uint32_t tiles, int columns) {
+                                             const FusedOrder& order) {
   using T = typename Tile::T;
   FusedWork& work = shared.work[2 * Tile::kConsumers];
   const int steps = (static_cast<int>(p.E) + Tile::kStep - 1) / Tile::kStep;
   const uint32_t full = shared_address(&shared.query_full);
   uint32_t parity = 0;
 #pragma unroll 1
-  for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    work.template init<kGeneral>(p, tile, columns);
+  for (uint32_t tile = blockIdx.x; tile < order.tiles; tile += gridDim.x) {
+    work.template init<Tile, kGeneral>(p, order, tile);
     TensorPosition box;
     if (work.group == 1) {
       box.at[1] = work.first_row;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/sm90/pieces/pieces.h"
 #include "attention/visibility/key_range.cuh"
 #include "device/common/batch.cuh"
 #include "device/sm90/tma.cuh"
@@ -14,6 +15,13 @@ namespace attention_ext {
 // Blocks of keys whose visibility under a mask a CTA looks up in advance: all that kMostWgmmaKeys allow.
 constexpr int kTrackedBlocks = 2048;
 
+// What the CTAs of a launch take.
+struct FusedOrder {
+  uint32_t tiles;
+  int columns;       // of values that a CTA takes: a share of them, or all
+  KeyPieces pieces;  // where keys are split: a tile is a group's rows and one piece of the keys
+};
+
 // One tile of work. It stays in shared memory, as registers are scarce.
 struct FusedWork {
   uint32_t n_group;  // number of the group; its first query head is flat batch index n_group * group
@@ -23,26 +31,42 @@ struct FusedWork {
   int keys;          // that any row sees
   int open_keys;     // that every row sees
   int first_column;  // of values and of the output
+  int begin;         // where keys are split: the piece's first block; the counts of keys end with the piece
+  uint32_t piece;    // the same: its number among those of the launch
 
   // Tiles of a group are adjacent (they share keys and values in L2), causal: longest first; of one tile of rows the shares of
   // columns. kGeneral: that of the kernel; only then there may be key lengths.
-  template <bool kGeneral>
-  __device__ __forceinline__ void init(const ForwardParams& p, uint32_t flat_tile, int share_columns) {
-    const int shares = (static_cast<int>(p.Ev) + share_columns - 1) / share_columns;
+  template <class Tile, bool kGeneral>
+  __device__ __forceinline__ void init(const ForwardParams& p, const FusedOrder& order, uint32_t flat_tile) {
+    const int shares = (static_cast<int>(p.Ev) + order.columns - 1) / order.columns;
     group = p.key.group;
     const int tile_rows = fused_tile_rows(group);
     const int m_tiles = (static_cast<int>(p.L) * group + tile_rows - 1) / tile_rows;
-    first_column = flat_tile % shares * share_columns;
+    first_column = flat_tile % shares * order.columns;
     flat_tile /= shares;
     n_group = flat_tile / m_tiles;
     int tile = flat_tile % m_tiles;
     if (p.sequence.causal) tile = m_tiles - 1 - tile;
     first_row = tile * tile_rows;
+    if constexpr (Tile::kSplits) {  // one tile of rows
+      piece = n_group;
+      begin = piece % order.pieces.count * order.pieces.blocks;
+      n_group = order.pieces.first_group + piece / order.pieces.count;
+    }
     rows = min(static_cast<int>(p.L) * group - first_row, tile_rows);
     KeyRange all = {p.sequence.causal, static_cast<int>(p.S)};
     if constexpr (kGeneral) all = key_range(p.sequence, n_group * group, p.S);
     keys = all.end_of_row(query_of(rows - 1));
     open_keys = all.end_of_row(query_of(0));
+    if constexpr (Tile::kSplits) {
+      const int end = (begin + order.pieces.blocks) * kFusedKeys;
+      keys = min(keys, end);
+      open_keys = min(open_keys, end);
+    }
+  }
+  template <class Tile>
+  __device__ __forceinline__ int first_block() const {
+    return Tile::kSplits ? begin : 0;
   }
   __device__ __forceinline__ KeyRange range(const Sequence& sequence) const { return {sequence.causal, keys}; }
   __device__ __forceinline__ int query_of(int row) const { return (first_row + row) / group; }
@@ -66,10 +90,11 @@ enum FusedBarrier {
   kBarrierOwn = 3,        // and 4: one consumer warpgroup
 };
 
-template <class T_, int kClass_>
+template <class T_, int kClass_, bool kSplits_>
 struct FusedTile {
   using T = T_;
   static constexpr int kClass = kClass_;
+  static constexpr bool kSplits = kSplits_;  // whether a tile has a piece of the keys, and leaves what it has summed
   static constexpr FusedTileShape kShape = fused_tile_shape(kClass);
   static constexpr int kM = kFusedRows;
   static constexpr int kN = kFusedKeys;
@@ -78,9 +103,9 @@ struct FusedTile {
   static constexpr int kQuerySteps = kShape.query_steps;
   static constexpr int kValueSteps = kShape.value_steps;
   static constexpr int kSlots = kShape.slots;
-  static constexpr int kShareColumns = fused_share_columns(kClass);  // of values that registers hold the output of
-  static constexpr bool kPasses = kClass > kShareColumns;            // whether a CTA may take all columns in passes
-  static constexpr int kConsumers = 2;                               // warpgroups that multiply; one more loads
+  static constexpr int kShareColumns = fused_share_columns(kClass);    // of values that registers hold the output of
+  static constexpr bool kPasses = kClass > kShareColumns && !kSplits;  // whether a CTA may take all columns in passes
+  static constexpr int kConsumers = 2;                                 // warpgroups that multiply; one more loads
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = 232, kProducerRegisters = 40;
   static_assert(128 * (kConsumers * kConsumerRegisters + kProducerRegisters) <= 65536, "an SM has 65,536 registers");

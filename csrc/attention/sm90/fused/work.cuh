@@ -16,7 +16,7 @@ __device__ __forceinline__ void mark_visible_blocks(const ForwardParams& p, cons
   constexpr int kRowsAtOnce = 8;  // whose reads are under way together
   const int64_t low = work.offset_of_row(p.batch, p.mask, lane), high = work.offset_of_row(p.batch, p.mask, lane + 32);
 #pragma unroll 1
-  for (int block = threadIdx.x / 32 % 4; block < blocks; block += 4) {
+  for (int block = work.first_block<Tile>() + threadIdx.x / 32 % 4; block < blocks; block += 4) {
     bool visible = false;
 #pragma unroll 1
     for (int first = 0; first < rows && !visible; first += kRowsAtOnce) {
@@ -38,12 +38,12 @@ __device__ __forceinline__ void mark_visible_blocks(const ForwardParams& p, cons
 }
 
 // Walks over the blocks of keys that a consumer owns: every other one of those that are visible.
-template <bool kGeneral>
+template <class Tile, bool kGeneral>
 class BlockWalk {
  public:
   __device__ __forceinline__ BlockWalk(const FusedWork& work, const uint32_t* s_visible, int consumer)
       : work_(work), s_visible_(s_visible), ordinal_(consumer) {
-    block_ = visible_from(0);
+    block_ = visible_from(work.first_block<Tile>());
     previous_ = work.blocks();
     if (consumer == 1) {
       previous_ = block_;

@@ -251,8 +251,8 @@ class RowsConsumer {
     }
   }
 
-  // What a piece of the keys has summed, for rows_combine.
-  __device__ __forceinline__ void leave(const RowsPieces& pieces) {
+  // What a piece of the keys has summed, for combine_pieces.
+  __device__ __forceinline__ void leave(const KeyPieces& pieces) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = row_ + 8 * half;

@@ -9,7 +9,7 @@
 // a mask hides from all of the tile's rows are left out (mark.cuh).
 // CTAs stay and take tile after tile (RowsOrder); the next tile's operands come while this one ends.
 // Where rows are few and keys many, a tile is up to 64 rows and one piece of the keys, for one warpgroup. It leaves what it has
-// summed in the workspace, and rows_combine makes the output of that (combine.cu).
+// summed in the workspace, and combine_pieces makes the output of that.
 // The next kernel of the stream may start at once, and this one may have started before the one in front has ended: until
 // wait_for_prerequisites nothing is read or written but shared memory and parameters.
 // Shared memory: RowsTile::Shared. Registers: 160, 232 or 240 a consumer thread (O 32 to 128, S 40 or 64, P 20 or 32); at most 255

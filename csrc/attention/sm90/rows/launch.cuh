@@ -15,7 +15,7 @@ namespace attention_ext {
 template <class Tile>
 cudaError_t mark(const ForwardParams& params, const RowsWorkspace& plan, RowsMarks& marks, cudaStream_t stream) {
   if (plan.mark_bytes == 0) return cudaSuccess;
-  marks.data = static_cast<uint8_t*>(params.workspace) + plan.mark_offset;
+  marks.data = static_cast<uint8_t*>(params.workspace) + plan.pieces.bytes();
   const int64_t rows = params.mask.row_stride == 0 ? 1 : params.L;
   const RowsMarkSizes sizes = rows_mark_sizes(true, rows, params.S, Tile::kN);
   marks.rows = static_cast<int>(sizes.rows);
@@ -73,22 +73,11 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   if constexpr (!Tile::kSplits) return launch(grid.tiles);
 
   order.heads_of_section = 1;
-  auto* out = static_cast<float*>(params.workspace);
-  order.pieces = {out,
-                  reinterpret_cast<float2*>(out + plan.rows * plan.pitch),
-                  static_cast<int>(plan.split.pieces),
-                  plan.split.blocks,
-                  static_cast<int>(plan.pitch),
-                  0};
-  for (int64_t first = 0; first < heads; first += plan.groups) {
-    const int64_t groups = std::min(plan.groups, heads - first);
-    order.pieces.first_group = static_cast<uint32_t>(first);
-    status = launch(grid.tiles / heads * groups);
-    if (status != cudaSuccess) return status;
-    status = rows_combine(params, order.pieces, groups, kGeneral ? 1.0f : static_cast<float>(params.scale), stream);
-    if (status != cudaSuccess) return status;
-  }
-  return cudaSuccess;
+  const float unit = kGeneral ? 1.0f : static_cast<float>(params.scale);
+  return launch_in_pieces(params, plan.pieces, unit, stream, [&](const KeyPieces& pieces, int64_t groups) {
+    order.pieces = pieces;
+    return launch(grid.tiles / heads * groups);
+  });
 }
 
 template <int kClass>
@@ -104,7 +93,7 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
       rows_workspace_of({params.N, params.L, params.S, params.E, params.Ev, params.key.group,
                          params.mask_type != MaskType::kNone, params.mask.row_stride != 0, mask_matrices},
                         params.workspace_bytes);
-  const RowsGrid grid = rows_grid(kClass, general, params.N, params.key.group, params.L, plan.split.pieces, sms);
+  const RowsGrid grid = rows_grid(kClass, general, params.N, params.key.group, params.L, plan.pieces.split.pieces, sms);
   return dispatch_half_type(params.type, [&](auto element) {
     using T = decltype(element);
     const auto launch = [&](auto tile) {
@@ -112,7 +101,7 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
       return general ? launch_rows<Tile, true>(params, plan, grid, sms, stream)
                      : launch_rows<Tile, false>(params, plan, grid, sms, stream);
     };
-    if (plan.split.pieces > 1) return launch(RowsTile<T, kClass, kSplitRows>());
+    if (plan.pieces.split.pieces > 1) return launch(RowsTile<T, kClass, kSplitRows>());
     if constexpr (kClass == 64) {
       if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, false>(params, plan, grid, sms, stream);
     }

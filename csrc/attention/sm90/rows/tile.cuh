@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
-#include "attention/sm90/rows/pieces.h"
+#include "attention/sm90/pieces/pieces.h"
 #include "attention/visibility/key_range.cuh"
 #include "device/common/batch.cuh"
 #include "device/sm90/tma.cuh"
@@ -16,7 +16,7 @@ namespace attention_ext {
 struct RowsOrder {
   uint32_t tiles;
   int heads_of_section;  // of key; 1: the tiles of a head are adjacent
-  RowsPieces pieces;     // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
+  KeyPieces pieces;      // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
 };
 
 // One tile of work. It stays in shared memory, as registers are scarce.

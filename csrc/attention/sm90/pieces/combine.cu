@@ -1,16 +1,16 @@
 // Combines what the pieces of a row's keys left: out = sum of f_i O_i / sum of f_i s_i with f_i = exp(reference_i - the largest),
 // where piece i has left O_i, the sum s_i of its weights and the reference of both (flash decoding).
 //
-// Grid: a CTA a row, 256 threads. A thread takes a piece's statistics; then four columns of every kLanes-th piece, where kLanes
-// is 256 by the threads that the columns take. All additions are in a fixed order. Shared memory: 5 KB.
-#include "attention/sm90/rows/pieces.h"
+// Grid: a CTA a row, of more than 256 columns one for each 128 of them; 256 threads. A thread takes a piece's statistics; then four
+// columns of every kLanes-th piece, where kLanes is 256 by the threads that the columns take. All additions are in a fixed order.
+// Shared memory: 5 KB.
+#include "attention/sm90/pieces/pieces.h"
 #include "attention/softmax/online_softmax.cuh"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/types.cuh"
 #include "device/sm90/dependent_launch.cuh"
-#include "plan/sm90_rows.h"
 
 namespace attention_ext {
 namespace {
@@ -18,20 +18,22 @@ namespace {
 constexpr int kThreads = 256;
 static_assert(kMostPieces <= kThreads, "a thread takes a piece's statistics");
 
-// kColumns: threads for the columns, four each.
+// kColumns: threads for a CTA's columns, four each.
 template <class T, int kColumns>
 __global__ void __launch_bounds__(kThreads)
-    rows_combine_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsPieces pieces, float unit) {
+    combine_pieces_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ KeyPieces pieces, float unit) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
   constexpr int kWarps = kThreads / 32, kLanes = kThreads / kColumns;
-  constexpr int kAtOnce = 4;         // pieces whose reads are under way together
+  constexpr int kAtOnce = 8;         // pieces whose reads are under way together
   constexpr float kNothing = -1.0f;  // factor of a piece that has left no row; factors are positive, 0 or NaN
   __shared__ float s_factor[kThreads], s_warp[2][kWarps];
   __shared__ float4 s_out[kThreads];
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread / kColumns, col = thread % kColumns * 4;
+  const uint32_t shares = (pieces.pitch + 4 * kColumns - 1) / (4 * kColumns), share = blockIdx.x % shares;
+  const int thread = threadIdx.x, warp = thread / 32, lane = thread / kColumns,
+            col = (share * kColumns + thread % kColumns) * 4;
   const uint32_t group = p.key.group, rows = static_cast<uint32_t>(p.L) * group;
-  const uint32_t of_launch = blockIdx.x / rows, row = blockIdx.x % rows;
+  const uint32_t of_launch = blockIdx.x / shares / rows, row = blockIdx.x / shares % rows;
   const uint32_t n = (pieces.first_group + of_launch) * group + row % group;
   const int64_t first = static_cast<int64_t>(of_launch) * pieces.count * rows + row;  // the first piece's row
   const auto place = [&](int piece) { return first + static_cast<int64_t>(piece) * rows; };
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   s_out[thread] = out;
   __syncthreads();  // what the lanes have added is there
-  if (thread == 0) static_cast<float*>(p.lse.data)[lse] = log_sum_exp(__fmul_rn(reference, unit), sum);
+  if (thread == 0 && share == 0) static_cast<float*>(p.lse.data)[lse] = log_sum_exp(__fmul_rn(reference, unit), sum);
   if (lane > 0 || col >= p.Ev) return;
 #pragma unroll
   for (int other = 1; other < kLanes; ++other) {
@@ -107,15 +109,16 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-cudaError_t rows_combine(const ForwardParams& params, const RowsPieces& pieces, int64_t groups, float unit,
-                         cudaStream_t stream) {
-  LaunchShape shape = {groups * params.key.group * params.L, kThreads};
+cudaError_t combine_pieces(const ForwardParams& params, const KeyPieces& pieces, int64_t groups, float unit,
+                           cudaStream_t stream) {
+  const bool one = pieces.pitch <= 256;  // CTA a row
+  LaunchShape shape = {groups * params.key.group * params.L * (one ? 1 : ceil_div(pieces.pitch, 128)), kThreads};
   shape.early = true;  // starts while the last pieces run, and waits for them
   return dispatch_half_type(params.type, [&](auto element) {
     using T = decltype(element);
-    auto* kernel = pieces.pitch <= 64    ? rows_combine_kernel<T, 16>
-                   : pieces.pitch <= 128 ? rows_combine_kernel<T, 32>
-                                         : rows_combine_kernel<T, 64>;
+    auto* kernel = pieces.pitch <= 64            ? combine_pieces_kernel<T, 16>
+                   : pieces.pitch <= 128 || !one ? combine_pieces_kernel<T, 32>
+                                                 : combine_pieces_kernel<T, 64>;
     return launch_kernel(kernel, shape, stream, params, pieces, unit);
   });
 }
