@@ -16,6 +16,13 @@ struct Tickets {
   uint64_t empty[kTicketSlots];  // every warp arrives; the thread that draws waits
 };
 
+// Of a CTA that takes its tiles so.
+template <class Tile>
+struct SharedWithTickets {
+  typename Tile::Shared tile;
+  Tickets tickets;
+};
+
 // By one thread, before the CTA's first __syncthreads.
 __device__ __forceinline__ void init_tickets(Tickets& tickets, int warps) {
   for (int slot = 0; slot < kTicketSlots; ++slot) {
