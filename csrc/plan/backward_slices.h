@@ -1,7 +1,7 @@
 // How the backward by wgmma is cut into slices, chosen by what they would take on the card. Pure host code.
 //
-// Whole matrices are made in one launch where that is fastest: it takes what P and dS of some key heads take.
-// Else a slice has P and dS of some matrices, rows and keys, 4 bytes a score. Where the keys of a matrix lie in several slices, dQ is
+// Whole matrices are made in one launch where that is fastest: the workspace holds P and dS of some key heads at a time. Else a
+// slice has P and dS of some matrices, rows and keys, 4 bytes a score. Where the keys of a matrix lie in several slices, dQ is
 // carried from one to the next; where the rows of a key head do, dK and dV. Both are float, and lie in the workspace as well.
 #pragma once
 

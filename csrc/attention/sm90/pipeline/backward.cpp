@@ -5,8 +5,9 @@
 // lies in several slices is carried in float: dQ where keys are cut, dK and dV where rows or query heads are. So a score is made
 // once. Only where that is too large, one pass makes dQ and another dK and dV.
 // Whole matrices are mostly made in one launch (backward_turns.cu), in which P and dS have places for some key heads.
-// Workspace: delta and norm, (N, L) in float; the ticket; in one launch two counters for each key head; then what is carried, of dQ (group, rows, E) and of dK and dV
-// (keys, E + Ev), and of a slice P and dS, (batches, rows, pitch) in the tensors' dtype.
+// Workspace: delta and norm, (N, L) in float; the ticket; in one launch two counters for each key head; what is carried, of dQ
+// (group, rows, E) and of dK and dV (keys, E + Ev); P and dS, of a slice or of as many matrices as have places, (batches, rows,
+// pitch) in the tensors' dtype.
 #include "attention/sm90/pipeline/backward.h"
 
 #include "attention/pipeline/stage.h"

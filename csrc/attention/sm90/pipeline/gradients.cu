@@ -23,10 +23,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const unsigned end = list.all();
   const auto load = [&](StepLoader<Tile>& loader) {
     TicketDrawer drawer(shared.tickets, params.ticket, end);
+    TensorPosition a, b;
 #pragma unroll 1
     for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
       const auto at = work.place(tile, params.slice.batch_begin);
-      if (at.steps > 0) work.load(loader, maps, at);
+      if (at.steps > 0) work.load(loader, maps, at, a, b);
     }
   };
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {

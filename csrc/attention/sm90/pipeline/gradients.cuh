@@ -32,17 +32,16 @@ struct Gradients {
   __device__ __forceinline__ unsigned heads() const { return list.heads(); }
   // Of a list of the slice's matrices from `batch_begin` on.
   __device__ __forceinline__ Place place(unsigned tile, int64_t batch_begin) const {
-    Slice slice = p.slice;
-    slice.batch_begin = batch_begin;
-    return list.place(tile, slice, p.sequence, slice.col_begin + slice.col_count);
+    return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin);
   }
 
-  // The operands of a tile of at least one step.
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const GradientsMaps& maps, const Place& at) const {
-    const unsigned matrix = (at.n - static_cast<unsigned>(p.slice.batch_begin)) % static_cast<unsigned>(p.places);
+  // The operands of a tile of at least one step. a, b: where positions are kept, in registers or in shared memory.
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const GradientsMaps& maps, const Place& at, TensorPosition& a,
+                                       TensorPosition& b) const {
+    const unsigned matrix = (at.n - static_cast<unsigned>(p.slice.batch_begin)) % forget(static_cast<unsigned>(p.places));
     if (at.of == kGradQuery) {
-      TensorPosition a = {{0, at.m, static_cast<int>(matrix), 0, 0}};
-      TensorPosition b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
+      a = {{0, at.m, static_cast<int>(matrix), 0, 0}};
+      b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
       set_batch(b, p.batch, p.key, at.n);
 #pragma unroll 1
       for (int step = 0; step < at.steps; ++step) loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b);
@@ -53,8 +52,8 @@ struct Gradients {
     const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
 #pragma unroll 1
     for (unsigned head = 0; head < heads(); ++head) {
-      TensorPosition a = {{at.m, at.k_begin, static_cast<int>(matrix + head), 0, 0}};
-      TensorPosition b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
+      a = {{at.m, at.k_begin, static_cast<int>(matrix + head), 0, 0}};
+      b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
       set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);
 #pragma unroll 1
       for (int step = 0; step < at.steps; ++step) loader.template load<true, true>(map_a, a, map_b, b);
@@ -129,7 +128,7 @@ struct Gradients {
       }
       return;
     }
-    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
+    const int lane = static_cast<int>(forget(threadIdx.x)) % 32, warp_row = row - lane / 4;
     const bool whole = out.vector && at.ms >= Tile::kM && at.cols >= Tile::kN;
     T* g_out = static_cast<T*>(out.data) + offset + (first_m + warp_row + lane / 8) * out.row_stride;
 #pragma unroll
@@ -139,15 +138,18 @@ struct Gradients {
       float x[Tile::kStripCols / 2];
 #pragma unroll
       for (int i = 0; i < Tile::kStripCols / 2; ++i) x[i] = product[strip * (Tile::kStripCols / 2) + i] * factor;
-      for_each_chunk<T, 4>(x, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
-        const int col = first_col + chunk_col;
-        T* g_row = g_out + (chunk_row - lane / 8) * out.row_stride;
-        if (whole) {
-          *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(chunk);
-        } else if (warp_row + chunk_row < at.ms && col < at.cols) {
-          store_chunk(g_row, col, at.cols, out, chunk);
-        }
-      });
+      for_each_chunk<T, 4>(
+          x, s_strip,
+          [&](int chunk_row, int chunk_col, const T* chunk) {
+            const int col = first_col + chunk_col;
+            T* g_row = g_out + (chunk_row - lane / 8) * out.row_stride;
+            if (whole) {
+              *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(chunk);
+            } else if (warp_row + chunk_row < at.ms && col < at.cols) {
+              store_chunk(g_row, col, at.cols, out, chunk);
+            }
+          },
+          lane);
     }
   }
 };

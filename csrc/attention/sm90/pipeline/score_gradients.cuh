@@ -38,7 +38,7 @@ struct ScoreGradients {
 
   static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
   __device__ __forceinline__ ScorePlace place(unsigned tile) const {
-    return score_place<Tile>(p.slice, p.sequence, tiles.at(tile));
+    return score_place<Tile, uint32_t>(p.slice, p.sequence, tiles.at(tile));
   }
 
   // The operands of a tile that some row sees.
@@ -46,12 +46,14 @@ struct ScoreGradients {
     load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
     load_product(loader, at, p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
   }
-  __device__ __forceinline__ void load_product(StepLoader<Tile>& loader, const ScorePlace& at, int64_t width,
+  __device__ __forceinline__ void load_product(StepLoader<Tile>& loader, const ScorePlace& at, const int64_t& width,
                                                const CUtensorMap& map_a, const MatrixView& view_a, const CUtensorMap& map_b,
                                                const MatrixView& view_b) const {
     TensorPosition a = {{0, at.row, 0, 0, 0}}, b = {{0, at.col, 0, 0, 0}};
     set_batch(a, p.batch, view_a, static_cast<uint32_t>(at.n));
+    keep_order();  // one after the other: what they read takes registers
     set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
+    keep_order();
 #pragma unroll 1
     for (int step = steps_of(width); step > 0; --step) loader.template load<false, false>(map_a, a, map_b, b);
   }
@@ -64,13 +66,12 @@ struct ScoreGradients {
 
   // A tile's P and dS; false: no row sees any of it, and nothing is done.
   __device__ __forceinline__ bool multiply(StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) const {
-    const TileIndex index = tiles.at(tile);
     float delta[2];
     uint32_t weights[Tile::kN / 4], kept[kParts];
     bool plain;
     float product[Tile::kN / 2];
     {
-      const ScorePlace at = score_place<Tile>(p.slice, p.sequence, index);
+      const ScorePlace at = place(tile);
       if (at.hidden) return false;
       const Rows rows = fetch(at, row);
       multiplier.template multiply<false, false>(product, steps_of(p.E));
@@ -86,10 +87,8 @@ struct ScoreGradients {
       delta[1] = rows.delta[1];
     }
     // Next to sums and probabilities there are registers for a tile's number, but not for all that is known of its place.
-    const TileIndex again = {forget(static_cast<uint32_t>(index.batch)), static_cast<int>(forget(index.m)),
-                             static_cast<int>(forget(index.n))};
     multiplier.template multiply<false, false>(product, steps_of(p.Ev));
-    const ScorePlace at = score_place<Tile>(p.slice, p.sequence, again);
+    const ScorePlace at = place(forget(tile));
     if (plain) {
       make_score_grad<true>(at, row, delta, product, weights, kept, s_strip);
     } else {
@@ -140,7 +139,8 @@ struct ScoreGradients {
     const int64_t mask = kModified && p.mask_type != MaskType::kNone
                              ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), at.slice_index)
                              : 0;
-    T* g_out = place_of(p.probabilities, at, row);
+    const int lane = static_cast<int>(forget(threadIdx.x)) % 32;  // what follows from it is not held during products
+    T* g_out = place_of(p.probabilities, at, row, lane);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part * kPart >= at.cols) break;
@@ -169,7 +169,7 @@ struct ScoreGradients {
           pairs[i] &= (kept[part] >> 2 * i & 1) * 0xffffu | (kept[part] >> (2 * i + 1) & 1) * 0xffff0000u;
         }
       }
-      store_part<kPlain>(at, row, part, pairs, g_out + part * kPart, p.probabilities.row_stride, s_strip);
+      store_part<kPlain>(at, row, lane, part, pairs, g_out + part * kPart, p.probabilities.row_stride, s_strip);
     }
   }
 
@@ -213,7 +213,8 @@ struct ScoreGradients {
     const bool dropping = kModified && p.dropout.seed != nullptr;
     const float factor = dropping ? static_cast<float>(p.dropout.keep_scale) * kUnscale : kUnscale;
     const float offset[2] = {-delta[0] * kUnscale, -delta[1] * kUnscale};
-    T* g_out = place_of(p.score_grad, at, row);
+    const int lane = static_cast<int>(forget(threadIdx.x)) % 32;
+    T* g_out = place_of(p.score_grad, at, row, lane);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part * kPart >= at.cols) break;
@@ -236,27 +237,31 @@ struct ScoreGradients {
         }
         pairs[i] = pack_pair<T>(x[0], x[1]);
       }
-      store_part<kPlain>(at, row, part, pairs, g_out + part * kPart, p.score_grad.row_stride, s_strip);
+      store_part<kPlain>(at, row, lane, part, pairs, g_out + part * kPart, p.score_grad.row_stride, s_strip);
     }
   }
 
   // Where this lane's chunks of a slice's matrix begin.
-  __device__ __forceinline__ T* place_of(const MatrixView& view, const ScorePlace& at, int row) const {
-    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
-    const uint32_t place = static_cast<uint32_t>(at.slice_index) % static_cast<uint32_t>(p.places);
+  __device__ __forceinline__ T* place_of(const MatrixView& view, const ScorePlace& at, int row, int lane) const {
+    const int warp_row = row - lane / 4;
+    const uint32_t place = static_cast<uint32_t>(at.slice_index) % forget(static_cast<uint32_t>(p.places));
     return static_cast<T*>(view.data) + place * view.slice_stride + (at.slice_row + warp_row + lane / 8) * view.row_stride +
            at.slice_col + lane % 8 * 8;
   }
   template <bool kWhole>
-  __device__ __forceinline__ void store_part(const ScorePlace& at, int row, int part, const uint32_t (&pairs)[kPart / 4],
-                                             T* g_out, int64_t row_stride, uint32_t s_strip) const {
-    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
-    for_each_chunk<T, 4>(pairs, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
-      // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
-      if (kWhole || (warp_row + chunk_row < at.rows && part * kPart + chunk_col < at.cols)) {
-        *reinterpret_cast<uint4*>(g_out + (chunk_row - lane / 8) * row_stride) = *reinterpret_cast<const uint4*>(chunk);
-      }
-    });
+  __device__ __forceinline__ void store_part(const ScorePlace& at, int row, int lane, int part,
+                                             const uint32_t (&pairs)[kPart / 4], T* g_out, int64_t row_stride,
+                                             uint32_t s_strip) const {
+    const int warp_row = row - lane / 4;
+    for_each_chunk<T, 4>(
+        pairs, s_strip,
+        [&](int chunk_row, int chunk_col, const T* chunk) {
+          // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
+          if (kWhole || (warp_row + chunk_row < at.rows && part * kPart + chunk_col < at.cols)) {
+            *reinterpret_cast<uint4*>(g_out + (chunk_row - lane / 8) * row_stride) = *reinterpret_cast<const uint4*>(chunk);
+          }
+        },
+        lane);
   }
 };
 
