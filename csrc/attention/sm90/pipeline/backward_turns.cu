@@ -1,7 +1,8 @@
 // Backward by wgmma (Hopper) of whole matrices in one launch: P and dS (score_gradients.cuh), and the gradients (gradients.cuh).
 //
 // One list of tiles, which CTAs draw from in order: scores of `ahead` key heads, then in turn scores of one more and gradients of
-// the first that has none. A key head's P and dS are read soon after they are written, and so are its Q, K and dO for the second time: from L2.
+// the first that has none. A key head's P and dS are read soon after they are written, and so are its Q, K and dO for the second
+// time: from L2.
 //
 // A tile waits for tiles before it in the list only. As tiles are drawn in order by CTAs that run, the first one that is not done
 // never waits, so none waits for ever:
