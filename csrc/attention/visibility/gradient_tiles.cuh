@@ -61,7 +61,7 @@ struct GradientTiles {
   // Query heads that a key head's sum goes over.
   __device__ __forceinline__ unsigned heads() const { return matrices / key_heads; }
 
-  // keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, where these are not the slice's.
+  // keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, if not the slice's.
   __device__ __forceinline__ Place place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys) const {
     return place(tile, slice, sequence, keys, slice.batch_begin);
   }

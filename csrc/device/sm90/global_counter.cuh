@@ -20,7 +20,7 @@ __device__ __forceinline__ unsigned read_acquired(const unsigned* g_counter) {
   return count;
 }
 
-// Between writes of global memory by plain stores and reads by TMA: by who has written, before it counts, and by who is to read, once
+// Between plain stores to global memory and reads of it by TMA: by who has written, before it counts, and by who is to read, after
 // it has seen the count.
 __device__ __forceinline__ void fence_async_proxy_global() { asm volatile("fence.proxy.async.global;\n" ::: "memory"); }
 
