@@ -16,6 +16,10 @@ constexpr int64_t kRowGranule = 64;  // of cuts of rows where a slice holds a ti
 
 // Of 128 x 256 x 64; of the two epilogues of a tile of scores, and that of gradients, in steps of 1/8. In ns.
 constexpr int64_t kStepNs = 870, kScoreEpilogue = 6, kGradientEpilogue = 4, kLaunchNs = 5000, kBytesPerNs = 2700;
+// In one launch: from the draw of a tile to its first product, and from its last one to the draw of a tile that reads it; what is
+// left in L2 between two reads.
+constexpr int64_t kHandOver = 8 * 8, kL2Bytes = int64_t{50} << 20;
+constexpr int64_t kMostTickets = int64_t{1} << 31;  // they are counted in 32 bits
 
 int64_t pieces_of(int64_t width) { return ceil_div(width, kWgmmaTileCols); }
 // Whether tiles of gradients are 192 columns wide.
@@ -36,6 +40,7 @@ class Planner {
   bool find(bool of_rows, bool of_keys) {
     ns_ = -1;
     whole_matrices(of_rows, of_keys);
+    if (of_rows && of_keys) one_launch();
     if (ns_ < 0) cut_matrices(of_rows, of_keys);
     return ns_ >= 0;
   }
@@ -77,6 +82,38 @@ class Planner {
     for (int64_t part = std::min({group - 1, most, most_of_sum}); part > 0 && ns_ < 0; --part) {
       if (group % part == 0) consider(of_rows, of_keys, part, rows, keys, false);
     }
+  }
+
+  // All key heads in one launch.
+  void one_launch() {
+    const int64_t group = sizes_.group, heads = sizes_.N / group;
+    if (sizes_.mask_grad || (narrow(sizes_.E) && narrow(sizes_.Ev))) return;
+    if (sizes_.L <= 0 || sizes_.S > kPartKeys || group > kPartKeys / sizes_.L) return;
+    BackwardPass pass = {true, true, group, {0, sizes_.L}, {0, sizes_.S}, 1};
+    const SlicePart part = {0, sizes_.L, 0, sizes_.S, 0, sizes_.L, false};
+    const Work head = work_of(pass, part, group), all = work_of(pass, part, sizes_.N);
+    if (heads > kMostTickets / (head.score_tiles + head.gradient_tiles)) return;
+    const int64_t bytes_of_head = std::max<int64_t>(group * sizes_.L * slice_pitch(sizes_.S) * kScoreBytes, 1);
+    const int64_t room = std::max<int64_t>(room_ - counter_bytes(sizes_, pass) - 2 * kWorkspaceAlignment, 0) / bytes_of_head;
+    // Scores are done when their gradients are drawn, and gradients when scores are that take the place of what they read, if tiles
+    // of enough key heads lie between them.
+    const int64_t period = std::max<int64_t>(ceil_div(head.score_tiles * head.score_length + head.gradients, sms_), 1);
+    const int64_t score_wait = head.score_length + kHandOver, gradient_wait = head.longest + kHandOver;
+    const int64_t ahead = ceil_div(score_wait, period), places = ahead + 1 + ceil_div(gradient_wait, period);
+    const int64_t in_memory = std::min({places, room, heads});
+    if (in_memory < std::min<int64_t>(heads, 2)) return;
+    pass.batches = in_memory * group;
+    pass.ahead = std::min(heads, ahead);
+    if (in_memory < std::min(heads, places)) pass.ahead = std::clamp<int64_t>(ahead * in_memory / places, 1, in_memory - 1);
+    int64_t slowest = std::max(period, pass.ahead < heads ? ceil_div(score_wait, pass.ahead) : 0);
+    if (in_memory < heads) {
+      const int64_t between = in_memory - pass.ahead - 1;
+      slowest = std::max(slowest, between > 0 ? ceil_div(gradient_wait, between) : gradient_wait + period);
+    }
+    const bool stays = (pass.ahead + 1) * (head.bytes - head.bytes_once + head.score_bytes) <= kL2Bytes;
+    const int64_t products = (all.scores + all.gradient_rounds) * slowest / period;
+    keep(pass, slice_places(sizes_, pass, part).end,
+         std::max(products * kStepNs / 8, (stays ? all.bytes_once : all.bytes) / kBytesPerNs) + kLaunchNs);
   }
 
   void cut_matrices(bool of_rows, bool of_keys) {
@@ -168,40 +205,65 @@ class Planner {
         return true;
       });
     }
+    keep(pass, bytes, ns);
+  }
+
+  // The pass, if it is the fastest so far.
+  void keep(const BackwardPass& pass, int64_t bytes, int64_t ns) {
+    if (bytes > room_ && pass.ahead > 0) return;
     if (ns_ >= 0 && ns >= ns_) return;
     ns_ = ns;
     bytes_ = bytes;
-    best_ = std::move(pass);
+    best_ = pass;
   }
 
-  int64_t slice_ns(const BackwardPass& pass, const SlicePart& part, int64_t batches) const {
+  // Of a slice's two kernels. Lengths and sums of them in eighths of a step.
+  struct Work {
+    int64_t score_tiles, gradient_tiles;
+    int64_t score_length, longest;    // of a tile of scores; the longest of gradients
+    int64_t scores, gradient_rounds;  // of the SM that takes longest
+    int64_t gradients;                // of all SMs
+    int64_t score_bytes;              // of P and dS
+    int64_t bytes, bytes_once;        // that memory moves; where L2 has what is read again
+  };
+  Work work_of(const BackwardPass& pass, const SlicePart& part, int64_t batches) const {
     const int64_t rows = part.row_end - part.row_begin, keys = part.key_end - part.key_begin;
     const int64_t row_tiles = ceil_div(rows, kWgmmaTileRows), key_tiles = ceil_div(keys, kWgmmaTileRows);
     const int64_t heads = std::min(pass.group(sizes_), batches), hidden = sizes_.causal ? hidden_scores(part) : 0;
-    if (part.hidden || rows <= 0 || keys <= 0) return kLaunchNs;
     const int64_t seen = std::max<int64_t>(rows * keys - hidden, 1);
-    const int64_t score_tiles =
-        std::max<int64_t>(row_tiles * ceil_div(keys, kWgmmaTileCols) - hidden / (kWgmmaTileRows * kWgmmaTileCols), 1);
-    // In eighths of a step.
-    const int64_t scores =
-        ceil_div(batches * score_tiles, sms_) * (8 * (ceil_div(sizes_.E, 64) + ceil_div(sizes_.Ev, 64)) + kScoreEpilogue);
+    Work work = {};
+    work.score_tiles =
+        batches * std::max<int64_t>(row_tiles * ceil_div(keys, kWgmmaTileCols) - hidden / (kWgmmaTileRows * kWgmmaTileCols), 1);
+    work.score_length = 8 * (ceil_div(sizes_.E, 64) + ceil_div(sizes_.Ev, 64)) + kScoreEpilogue;
+    work.scores = ceil_div(work.score_tiles, sms_) * work.score_length;
     const int64_t query_tiles = pass.of_rows ? batches * row_tiles * pieces_of(sizes_.E) : 0;
     const int64_t key_sums = pass.of_keys ? batches / heads * key_tiles * (pieces_of(sizes_.E) + pieces_of(sizes_.Ev)) : 0;
     const int64_t query_length = ceil_div(seen / rows, 8) + kGradientEpilogue,
                   key_length = heads * ceil_div(seen / keys, 8) + kGradientEpilogue;
-    int64_t gradients = makespan(query_tiles, query_length, key_sums, key_length, sms_);
-    if (pass.of_rows) {
-      gradients = std::max(gradients, ceil_div(sizes_.causal ? std::min(keys, part.row_end - part.key_begin) : keys, 8));
-    }
-    if (pass.of_keys) gradients = std::max(gradients, heads * ceil_div(rows, 8));
-    if (narrow(sizes_.E) && narrow(sizes_.Ev)) gradients = gradients * 3 / 4;
+    work.gradient_tiles = query_tiles + key_sums;
+    work.gradients = query_tiles * query_length + key_sums * key_length;
+    if (pass.of_rows) work.longest = ceil_div(sizes_.causal ? std::min(keys, part.row_end - part.key_begin) : keys, 8);
+    if (pass.of_keys) work.longest = std::max(work.longest, heads * ceil_div(rows, 8));
+    work.gradient_rounds = std::max(makespan(query_tiles, query_length, key_sums, key_length, sms_), work.longest);
+    if (narrow(sizes_.E) && narrow(sizes_.Ev)) work.gradient_rounds = work.gradient_rounds * 3 / 4;
+    // Of 2 bytes an element: rows are read twice of query and grad_out, keys of key and once of value, and gradients are written.
+    work.score_bytes = 4 * batches * seen;
+    work.bytes = 10 * batches * seen + 2 * batches * rows * (3 * sizes_.E + 2 * sizes_.Ev) +
+                 2 * batches / heads * keys * (3 * sizes_.E + 2 * sizes_.Ev);
+    work.bytes_once =
+        work.bytes - 6 * batches * seen - 2 * batches * rows * (sizes_.E + sizes_.Ev) - 2 * batches / heads * keys * sizes_.E;
+    return work;
+  }
+
+  int64_t slice_ns(const BackwardPass& pass, const SlicePart& part, int64_t batches) const {
+    const int64_t rows = part.row_end - part.row_begin, keys = part.key_end - part.key_begin;
+    if (part.hidden || rows <= 0 || keys <= 0) return kLaunchNs;
+    const Work work = work_of(pass, part, batches);
     int64_t carried = 0;  // bytes, read and written
     if (carries_query(pass)) carried += 2 * batches * rows * sizes_.E * 4;
     if (carries_keys(sizes_, pass)) carried += 2 * keys * carried_of_key();
-    // Of 2 bytes an element: rows are read twice of query and grad_out, keys of key and once of value, and gradients are written.
-    const int64_t bytes = 10 * batches * seen + 2 * batches * rows * (3 * sizes_.E + 2 * sizes_.Ev) +
-                          2 * batches / heads * keys * (3 * sizes_.E + 2 * sizes_.Ev);
-    return std::max((scores + gradients) * kStepNs / 8, bytes / kBytesPerNs) + carried / kBytesPerNs + 2 * kLaunchNs;
+    return std::max((work.scores + work.gradient_rounds) * kStepNs / 8, work.bytes / kBytesPerNs) + carried / kBytesPerNs +
+           2 * kLaunchNs;
   }
 
   const BackwardSizes& sizes_;
@@ -212,11 +274,16 @@ class Planner {
 
 }  // namespace
 
+int64_t BackwardPlan::cleared(const BackwardSizes& sizes) const {
+  return kWorkspaceAlignment + counter_bytes(sizes, passes.front());
+}
+
 SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, const SlicePart& part) {
   const int64_t rows = part.row_end - part.row_begin, keys = part.key_end - part.key_begin;
   const int64_t array =
       part.hidden ? 0 : round_up(pass.batches * rows * slice_pitch(keys) * (kScoreBytes / 2), kWorkspaceAlignment);
   SlicePlaces at = {};
+  at.key_carry = counter_bytes(sizes, pass);
   if (carries_query(pass)) at.key_carry = round_up(pass.group(sizes) * part.carried_rows * sizes.E * 4, kWorkspaceAlignment);
   at.probabilities = at.key_carry;
   if (carries_keys(sizes, pass)) at.probabilities += round_up(keys * (sizes.E + sizes.Ev) * 4, kWorkspaceAlignment);

@@ -1,6 +1,7 @@
 // How the backward by wgmma is cut into slices, chosen by what they would take on the card. Pure host code.
 //
-// A slice has P and dS of some matrices, rows and keys, 4 bytes a score. Where the keys of a matrix lie in several slices, dQ is
+// Whole matrices are made in one launch where that is fastest: the workspace holds P and dS of some key heads at a time. Else a
+// slice has P and dS of some matrices, rows and keys, 4 bytes a score. Where the keys of a matrix lie in several slices, dQ is
 // carried from one to the next; where the rows of a key head do, dK and dV. Both are float, and lie in the workspace as well.
 #pragma once
 
@@ -24,6 +25,9 @@ struct BackwardPass {
   bool of_rows, of_keys;            // makes dQ, and mask_grad; makes dK and dV
   int64_t batches = 1;              // query heads of a slice: whole groups, or an equal part of one
   std::vector<int64_t> rows, keys;  // where slices begin, and at the end L and S
+  // Whole matrices in one launch: key heads whose scores are made ahead of their gradients, and P and dS of `batches` at a time.
+  // 0: two launches a slice.
+  int64_t ahead = 0;
 
   bool cuts_rows() const { return rows.size() > 2; }
   bool cuts_keys() const { return keys.size() > 2; }
@@ -36,9 +40,13 @@ struct BackwardPlan {
   int64_t slices_at;  // bytes: where slices begin, after delta, norm and the ticket
   int64_t bytes;
   int64_t ns;  // estimated, of the kernels that a slice has
+
+  // Bytes from the ticket on that are 0 before the first launch: the ticket, and the counters.
+  int64_t cleared(const BackwardSizes& sizes) const;
 };
 
-// Where what a slice has begins, in bytes from `slices_at`: the carry of dQ, that of dK and dV, P, and dS.
+// Where what a slice has begins, in bytes from `slices_at`: the carry of dQ or, in one launch, counters; the carry of dK and dV, P,
+// and dS.
 struct SlicePlaces {
   int64_t key_carry, probabilities, score_grad, end;
 };
@@ -54,6 +62,10 @@ struct SlicePart {
 inline bool carries_query(const BackwardPass& pass) { return pass.of_rows && pass.cuts_keys(); }
 inline bool carries_keys(const BackwardSizes& sizes, const BackwardPass& pass) {
   return pass.of_keys && (pass.cuts_rows() || pass.batches < sizes.group);
+}
+// Of tiles that are done, two of 4 bytes for each key head.
+inline int64_t counter_bytes(const BackwardSizes& sizes, const BackwardPass& pass) {
+  return pass.ahead > 0 ? round_up(sizes.N / sizes.group * 8, kWorkspaceAlignment) : 0;
 }
 SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, const SlicePart& part);
 

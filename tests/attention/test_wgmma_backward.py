@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import HALVES, is_float, normal, oracle_with_grads, qkv, sdpa_backward, sdpa_forward, torch_own
 from kernels import KERNELS, needs_the_card
+from torch.profiler import ProfilerActivity, profile
 
 KERNEL = next(kernel for kernel in KERNELS if kernel.name == "sm90_pipeline")
 CASES = {
@@ -24,6 +25,25 @@ CASES = {
     "bias": {"mask": (2, 1), "E": 512, "Ev": 512},
     "bias, grouped": {"mask": (1, 1), "heads": (4, 2)},
     "wide": {"L": 300, "S": 333, "E": 1024, "Ev": 1024},
+    "many heads": {"L": 200, "S": 170, "E": 200, "Ev": 256, "heads": (20, 20)},
+    "many heads, causal": {"L": 170, "S": 200, "E": 200, "Ev": 256, "heads": (20, 10), "causal": True},
+}
+# 64 whole matrices, of which P and dS have places for some: these are used again. Head dims for tiles of 256 columns.
+WHOLE = {
+    "plain": {},
+    "causal": {"causal": True},
+    "causal, L < S": {"L": 300, "causal": True},
+    "causal, L > S": {"S": 300, "causal": True},
+    "grouped": {"heads": (32, 8), "E": 456},
+    "grouped, causal": {"heads": (32, 16), "causal": True, "Ev": 456},
+    "one query": {"L": 1},
+    "one key": {"S": 1},
+    "tiny": {"L": 5, "S": 7},
+    "mask": {"mask": (2, 1)},
+    "dropout": {"dropout": 0.3, "causal": True},
+    "key lengths": {"lengths": (0, 330)},
+    "key lengths, causal": {"lengths": (60, 0), "causal": True},
+    "no keys": {"lengths": (0, 0)},
 }
 
 
@@ -60,6 +80,36 @@ def test_slices(dtype: torch.dtype, name: str, cap: int, poison_all: None) -> No
         error_rule.check_gradients(grads, want_grads, own_grads, dtype)
 
     error_rule.settle(trial)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_one_launch(dtype: torch.dtype, name: str, poison_all: None) -> None:
+    """The bits of one launch are those of two a slice, as which the call is made where P and dS have room for few matrices."""
+    needs_the_card(KERNEL)
+    case = {"L": 500, "S": 490, "E": 200, "Ev": 256, "heads": (32, 32), "causal": False} | WHOLE[name]
+    (Hq, Hk), L, S, p = case["heads"], case["L"], case["S"], case.get("dropout", 0.0)
+    q, k, v = qkv((2,), (Hq, Hk), L, S, case["E"], case["Ev"], dtype, "cuda")
+    grad = normal(*q.shape[:-1], case["Ev"], dtype=dtype, device="cuda")
+    mask = normal(*case["mask"], L, S, dtype=dtype, device="cuda") if "mask" in case else None
+    seed = torch.tensor([7], device="cuda") if p else None
+    options = {"enable_gqa": Hq != Hk}
+    if "lengths" in case:
+        options["key_lengths"] = torch.tensor(case["lengths"], dtype=torch.int32, device="cuda")
+    out, lse = sdpa_forward(q, k, v, mask, seed, p, case["causal"], **options)
+    of_rows, of_head = 2 * 2 * Hq * L * 4, Hq // Hk * L * -(-S // 8) * 8 * 4  # bytes: delta and norm; P and dS of a key head
+    results = []
+    for room in (4, 24, None):  # for key heads
+        cap = 1 << 27 if room is None else (2 * of_rows + (2 * room + 1) * of_head) // 2 * 64 // 63
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            results.append(sdpa_backward(grad, None, q, k, v, mask, out, lse, seed, p, case["causal"], **options,
+                                         workspace_bytes=cap, kernel_name=KERNEL.name)[:3])  # fmt: skip
+            torch.cuda.synchronize()
+        ran = {event.key for event in profiler.key_averages()}
+        if room != 24:  # for which either may be estimated to be faster
+            assert any("backward_turns_kernel" in key for key in ran) == (room is None), (room, ran)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@ def names() -> list[str]:
         "WgmmaLinearWork",
         "score_gradients_kernel",
         "16gradients_kernel",
+        "backward_turns_kernel",
         "large_lse_kernel",
         "row_grad_kernel",
         "column_grads_kernel",

@@ -61,14 +61,18 @@ struct GradientTiles {
   // Query heads that a key head's sum goes over.
   __device__ __forceinline__ unsigned heads() const { return matrices / key_heads; }
 
-  // keys: that there are, up to the end of the slice's.
+  // keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, if not the slice's.
   __device__ __forceinline__ Place place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys) const {
+    return place(tile, slice, sequence, keys, slice.batch_begin);
+  }
+  __device__ __forceinline__ Place place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys,
+                                         int64_t batch_begin) const {
     const Index index = at(tile);
     const bool is_row = index.of == kGradQuery;
     Place place;
     place.of = index.of;
     place.slice_index = is_row ? index.head : index.head * heads();
-    place.n = static_cast<unsigned>(slice.batch_begin) + place.slice_index;
+    place.n = static_cast<unsigned>(batch_begin) + place.slice_index;
     place.m = index.m * Tile::kM;
     place.col = index.n * Tile::kN;
     place.ms = static_cast<int>(is_row ? slice.row_count : slice.col_count) - place.m;

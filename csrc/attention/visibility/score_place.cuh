@@ -17,7 +17,8 @@ struct ScorePlace {
   bool hidden;               // from all of the tile's rows
 };
 
-template <class Tile>
+// Index: of matrices; uint32_t where N is known to fit.
+template <class Tile, class Index = int64_t>
 __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequence& sequence, const TileIndex& index) {
   ScorePlace at;
   at.n = slice.batch_begin + index.batch;
@@ -28,7 +29,7 @@ __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequ
   at.col = static_cast<int>(slice.col_begin) + at.slice_col;
   at.rows = static_cast<int>(slice.row_count) - at.slice_row;
   at.cols = static_cast<int>(slice.col_count) - at.slice_col;
-  at.range = key_range(sequence, at.n, slice.col_begin + slice.col_count);
+  at.range = key_range(sequence, static_cast<Index>(at.n), slice.col_begin + slice.col_count);
   at.hidden = at.col >= at.range.end_of_tile(at.row, Tile::kM);
   return at;
 }

@@ -42,6 +42,21 @@ __device__ __forceinline__ uint32_t forget(uint32_t value) {
   return value;
 }
 
+// gridDim.x, read anew: no register holds it from one use to the next.
+__device__ __forceinline__ unsigned ctas_of_grid() {
+  unsigned ctas;
+  asm volatile("mov.u32 %0, %%nctaid.x;\n" : "=r"(ctas));
+  return ctas;
+}
+
+// Of the object as well: what is computed from it alone is not held from one use of this to the next.
+template <class Object>
+__device__ __forceinline__ const Object& forget_object(const Object& object) {
+  const Object* pointer = &object;
+  asm volatile("" : "+l"(pointer));
+  return *pointer;
+}
+
 // Makes this thread's writes to shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 

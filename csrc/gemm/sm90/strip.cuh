@@ -14,8 +14,8 @@ namespace attention_ext {
 // strip, `chunk` where they lie in shared memory. kUnroll: of the four visits; code that runs once a CTA is better short, as it is
 // fetched from L2.
 template <class T, int kUnroll, class Visit>
-__device__ __forceinline__ void for_each_chunk(const uint32_t (&pairs)[16], uint32_t s_strip, Visit visit) {
-  const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void for_each_chunk(const uint32_t (&pairs)[16], uint32_t s_strip, Visit visit,
+                                               int lane = threadIdx.x % 32) {
 #pragma unroll
   for (int tile = 0; tile < 8; tile += 2) {
     const uint32_t* m = pairs + 2 * tile;
@@ -30,11 +30,12 @@ __device__ __forceinline__ void for_each_chunk(const uint32_t (&pairs)[16], uint
   __syncwarp();  // the strip has been read
 }
 template <class T, int kUnroll, class Visit>
-__device__ __forceinline__ void for_each_chunk(const float (&values)[32], uint32_t s_strip, Visit visit) {
+__device__ __forceinline__ void for_each_chunk(const float (&values)[32], uint32_t s_strip, Visit visit,
+                                               int lane = threadIdx.x % 32) {
   uint32_t pairs[16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) pairs[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
-  for_each_chunk<T, kUnroll>(pairs, s_strip, visit);
+  for_each_chunk<T, kUnroll>(pairs, s_strip, visit, lane);
 }
 
 // Writes the eight columns from `col` on of a row that has `cols`, 16 bytes at once where the view allows.

@@ -4,16 +4,33 @@
 
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/mbarrier.cuh"
+#include "device/sm90/warpgroup.cuh"
 
 namespace attention_ext {
 
 constexpr int kTicketSlots = 2;
+
+// As RingPlace, in one register.
+struct TicketPlace {
+  static_assert(kTicketSlots == 2, "a bit of the count each");
+  unsigned count = 0;
+  __device__ __forceinline__ unsigned slot() const { return count % 2; }
+  __device__ __forceinline__ uint32_t parity() const { return count / 2 % 2; }
+};
 
 // In shared memory.
 struct Tickets {
   unsigned tile[kTicketSlots];
   uint64_t full[kTicketSlots];   // the thread that draws arrives; the warps wait
   uint64_t empty[kTicketSlots];  // every warp arrives; the thread that draws waits
+  TicketPlace drawn;             // of the thread that draws, which may be short of registers
+};
+
+// Of a CTA that takes its tiles so.
+template <class Tile>
+struct SharedWithTickets {
+  typename Tile::Shared tile;
+  Tickets tickets;
 };
 
 // By one thread, before the CTA's first __syncthreads.
@@ -22,6 +39,7 @@ __device__ __forceinline__ void init_tickets(Tickets& tickets, int warps) {
     mbarrier_init(shared_address(&tickets.full[slot]), 1);
     mbarrier_init(shared_address(&tickets.empty[slot]), warps);
   }
+  tickets.drawn = {0};
   mbarrier_fence_init();
 }
 
@@ -30,30 +48,26 @@ class TicketDrawer {
   // g_next is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a CTA's from the beginning, so
   // that whoever holds one runs, and a tile may wait for one with a lower number.
   __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, unsigned tiles, bool all_drawn = false)
-      : tickets_(tickets),
-        g_next_(g_next),
-        given_(all_drawn ? 0 : gridDim.x),
-        last_(tiles + gridDim.x - given_ - 1),
-        first_(!all_drawn) {}
+      : tickets_(tickets), g_next_(g_next), given_(all_drawn ? 0 : gridDim.x), tiles_(tiles), first_(!all_drawn) {}
 
   // The next tile; `tiles` or more: there is none, and it is not to be called again. To be called as late as may be: who draws
   // ahead takes tiles that others could begin sooner.
   __device__ __forceinline__ unsigned draw() {
-    const unsigned tile = first_ ? blockIdx.x : given_ + atomicInc(g_next_, last_);
+    const unsigned tile = first_ ? blockIdx.x : given_ + atomicInc(g_next_, ctas_of_grid() + tiles_ - given_ - 1);
     first_ = false;
-    mbarrier_wait(shared_address(&tickets_.empty[ring_.slot]), ring_.parity ^ 1);
-    tickets_.tile[ring_.slot] = tile;
-    mbarrier_arrive(shared_address(&tickets_.full[ring_.slot]));
-    ring_.advance();
+    const TicketPlace place = tickets_.drawn;
+    mbarrier_wait(shared_address(&tickets_.empty[place.slot()]), place.parity() ^ 1);
+    tickets_.tile[place.slot()] = tile;
+    mbarrier_arrive(shared_address(&tickets_.full[place.slot()]));
+    tickets_.drawn = {place.count + 1};
     return tile;
   }
 
  private:
   Tickets& tickets_;
   unsigned* g_next_;
-  unsigned given_, last_;  // tiles that are not drawn; the number of the last draw
+  unsigned given_, tiles_;  // tiles that are not drawn; all
   bool first_;
-  RingPlace<kTicketSlots> ring_;
 };
 
 class TicketReader {
@@ -62,19 +76,19 @@ class TicketReader {
 
   // By whole warps.
   __device__ __forceinline__ unsigned next() {
-    mbarrier_wait(shared_address(&tickets_.full[ring_.slot]), ring_.parity);
+    mbarrier_wait(shared_address(&tickets_.full[place_.slot()]), place_.parity());
     unsigned tile = 0;
     if (threadIdx.x % 32 == 0) {  // who reads is who arrives
-      tile = *static_cast<volatile unsigned*>(&tickets_.tile[ring_.slot]);
-      mbarrier_arrive(shared_address(&tickets_.empty[ring_.slot]));
+      tile = *static_cast<volatile unsigned*>(&tickets_.tile[place_.slot()]);
+      mbarrier_arrive(shared_address(&tickets_.empty[place_.slot()]));
     }
-    ring_.advance();
+    ++place_.count;
     return __shfl_sync(0xffffffffu, tile, 0);
   }
 
  private:
   Tickets& tickets_;
-  RingPlace<kTicketSlots> ring_;
+  TicketPlace place_;
 };
 
 }  // namespace attention_ext

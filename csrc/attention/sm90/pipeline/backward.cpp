@@ -4,8 +4,10 @@
 // plan/backward_slices.h cuts the call into slices of as many scores as the workspace holds, of all keys and rows or of some. What
 // lies in several slices is carried in float: dQ where keys are cut, dK and dV where rows or query heads are. So a score is made
 // once. Only where that is too large, one pass makes dQ and another dK and dV.
-// Workspace: delta and norm, (N, L) in float; the ticket; then what is carried, of dQ (group, rows, E) and of dK and dV
-// (keys, E + Ev), and of a slice P and dS, (batches, rows, pitch) in the tensors' dtype.
+// Whole matrices are mostly made in one launch (backward_turns.cu), in which P and dS have places for some key heads.
+// Workspace: delta and norm, (N, L) in float; the ticket; in one launch two counters for each key head; what is carried, of dQ
+// (group, rows, E) and of dK and dV (keys, E + Ev); P and dS, of a slice or of as many matrices as have places, (batches, rows,
+// pitch) in the tensors' dtype.
 #include "attention/sm90/pipeline/backward.h"
 
 #include "attention/pipeline/stage.h"
@@ -46,7 +48,7 @@ class Run {
     dot.out = params_.out;
     dot.grad_lse = params_.grad_lse;
     dot.delta = delta();
-    cudaError_t status = cudaMemsetAsync(ticket(), 0, sizeof(unsigned), stream_);
+    cudaError_t status = cudaMemsetAsync(ticket(), 0, plan_.cleared(sizes_), stream_);
     if (status == cudaSuccess) status = launch_row_dot(dot, stream_);
     if (status != cudaSuccess) return status;
 
@@ -63,6 +65,7 @@ class Run {
   }
 
   cudaError_t run_pass(const BackwardPass& pass) const {
+    if (pass.ahead > 0) return run_in_one_launch(pass);
     const int64_t group = pass.group(sizes_);
     cudaError_t status = cudaSuccess;
     for (int64_t first = 0; first < params_.N; first += std::max(group, pass.batches)) {
@@ -89,11 +92,10 @@ class Run {
 
   cudaError_t run_slice(const BackwardPass& pass, const SlicePart& part, const Slice& slice) const {
     const SlicePlaces places = slice_places(sizes_, pass, part);
-    const int64_t pitch = slice_pitch(slice.col_count);
-    const MatrixView probabilities = slice_view(slices_ + places.probabilities, slice.row_count, pitch, true);
-    const MatrixView score_grad = slice_view(slices_ + places.score_grad, slice.row_count, pitch, true);
-    cudaError_t status = part.hidden ? cudaSuccess : make_scores(slice, probabilities, score_grad);
-    if (status == cudaSuccess) status = make_gradients(pass, part, slice, probabilities, score_grad);
+    const ScoreGradientsParams scores = scores_of(slice, places, slice.batch_count);
+    const MatrixView &probabilities = scores.probabilities, &score_grad = scores.score_grad;
+    cudaError_t status = part.hidden ? cudaSuccess : launch_score_gradients(scores, stream_);
+    if (status == cudaSuccess) status = launch_gradients(gradients_of(pass, part, scores), stream_);
     if (status != cudaSuccess || !pass.of_rows || params_.mask_grad.data == nullptr) return status;
     Slice whole_rows = slice;  // mask_grad has all keys, also those that no row of a causal slice sees
     whole_rows.col_count = params_.S;
@@ -102,7 +104,20 @@ class Run {
         mask_grad_of(params_, whole_rows, score_grad, probabilities.data, places.score_grad - places.probabilities), stream_);
   }
 
-  cudaError_t make_scores(const Slice& slice, const MatrixView& probabilities, const MatrixView& score_grad) const {
+  cudaError_t run_in_one_launch(const BackwardPass& pass) const {
+    const Slice whole = {0, params_.N, 0, params_.L, 0, params_.S};
+    const SlicePart part = {0, params_.L, 0, params_.S, 0, params_.L, false};
+    BackwardTurnsParams turns = {};
+    turns.scores = scores_of(whole, slice_places(sizes_, pass, part), pass.batches);
+    turns.gradients = gradients_of(pass, part, turns.scores);
+    turns.ahead = pass.ahead;
+    turns.counters = reinterpret_cast<unsigned*>(slices_);
+    return launch_backward_turns(turns, stream_);
+  }
+
+  // in_memory: matrices that P and dS have places for.
+  ScoreGradientsParams scores_of(const Slice& slice, const SlicePlaces& places, int64_t in_memory) const {
+    const int64_t pitch = slice_pitch(slice.col_count);
     ScoreGradientsParams scores = stage_of<ScoreGradientsParams>(params_, slice);
     scores.E = params_.E;
     scores.Ev = params_.Ev;
@@ -114,24 +129,26 @@ class Run {
     scores.mask = params_.mask;
     scores.mask_type = params_.mask_type;
     scores.lse = params_.lse;
-    scores.probabilities = probabilities;
-    scores.score_grad = score_grad;
+    scores.probabilities = slice_view(slices_ + places.probabilities, slice.row_count, pitch, true);
+    scores.score_grad = slice_view(slices_ + places.score_grad, slice.row_count, pitch, true);
     scores.delta = delta();
     scores.norm = norm();
-    return launch_score_gradients(scores, stream_);
+    scores.places = in_memory;
+    return scores;
   }
 
-  cudaError_t make_gradients(const BackwardPass& pass, const SlicePart& part, const Slice& slice,
-                             const MatrixView& probabilities, const MatrixView& score_grad) const {
+  // Of what `scores` are made for.
+  GradientsParams gradients_of(const BackwardPass& pass, const SlicePart& part, const ScoreGradientsParams& scores) const {
     const int64_t E = params_.E, Ev = params_.Ev;
+    const Slice& slice = scores.slice;
     GradientsParams gradients = stage_of<GradientsParams>(params_, slice);
     gradients.group = params_.key_group;
     gradients.S = params_.S;
     gradients.query = params_.query;
     gradients.key = params_.key;
     gradients.grad_out = params_.grad_out;
-    gradients.probabilities = probabilities;
-    gradients.score_grad = score_grad;
+    gradients.probabilities = scores.probabilities;
+    gradients.score_grad = scores.score_grad;
     const double factor = kept_factor(params_.dropout) / weight_scale(params_.type);
     gradients.of[kGradQuery] = {params_.grad_query, E, params_.scale, nullptr, E};
     gradients.of[kGradKey] = {params_.grad_key, E, params_.scale, nullptr, E + Ev};
@@ -149,7 +166,8 @@ class Run {
     gradients.of_keys = pass.of_keys;
     gradients.wide_out = params_.wide_grads;
     gradients.ticket = ticket();
-    return launch_gradients(gradients, stream_);
+    gradients.places = scores.places;
+    return gradients;
   }
 
   const BackwardParams& params_;

@@ -1,4 +1,5 @@
-// The backward of the pipeline by wgmma, on Hopper: two kernels for a slice, and one for rows whose log-sum-exp is large.
+// The backward of the pipeline by wgmma, on Hopper: one kernel for whole matrices, two for a slice where there is no room for that,
+// and one for rows whose log-sum-exp is large.
 #pragma once
 
 #include "attention/pipeline/params.h"
@@ -28,6 +29,7 @@ struct ScoreGradientsParams : StageParams {
   MaskType mask_type;
   const float* delta;  // (N, L)
   const float* norm;   // (N, L), of rows with a large lse: factors of their probabilities
+  int64_t places;      // of matrices in P and dS: the slice's i-th lies in place i % places
 };
 
 // norm[n, i] of rows with a large lse: 1 / sum of exp(score - lse), or 1 where that is so within the type's precision. The slice is
@@ -67,11 +69,21 @@ struct GradientsParams : StageParams {
   bool of_rows, of_keys;     // whether to make dQ; dK and dV
   bool wide_out;
   unsigned* ticket;  // 0 before the launch and after it
+  int64_t places;    // as of scores
+};
+
+// Both for whole matrices in one launch. P and dS have places for the matrices of some key heads, which are used again.
+struct BackwardTurnsParams {
+  ScoreGradientsParams scores;
+  GradientsParams gradients;  // of rows and of keys, no sums
+  int64_t ahead;              // key heads whose scores are made before the first gradients
+  unsigned* counters;         // 2 for each key head, 0 before the launch
 };
 
 cudaError_t launch_score_gradients(const ScoreGradientsParams& params, cudaStream_t stream);
 cudaError_t launch_large_lse(const LargeLseParams& params, cudaStream_t stream);
 cudaError_t launch_gradients(const GradientsParams& params, cudaStream_t stream);
+cudaError_t launch_backward_turns(const BackwardTurnsParams& params, cudaStream_t stream);
 
 // As pipeline_backward and its company.
 int64_t wgmma_backward_workspace(const BackwardParams& params);

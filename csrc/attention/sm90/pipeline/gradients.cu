@@ -1,171 +1,15 @@
-// Backward by wgmma (Hopper), second kernel of a slice: dQ = scale * dS . K, dK = scale * dS^T . Q and dV = P^T . dO / (1 - p).
+// Backward by wgmma (Hopper), second kernel of a slice: the three gradients (gradients.cuh).
 //
-// Three products, one list of tiles: 128 rows or keys by 256 or 192 columns. dK and dV read dS and P as they lie, row after row;
-// wgmma transposes them. Their k runs over the rows of one query head of a key head after the other, from the first row tile that
-// sees a key of the tile; dQ's over the keys that a row of the tile sees. Every sum has one CTA and one order: no atomics.
-// A sum that spans slices goes on in float from what earlier ones left (GradientOf::sums). A tile that nothing is added to is
-// written as well.
 // Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first. A CTA takes the
 // next one when it is free.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 232 a consumer thread.
-#include "attention/sm90/pipeline/backward.h"
-#include "attention/visibility/gradient_tiles.cuh"
+#include "attention/sm90/pipeline/gradients.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
-#include "core/tensor_map.h"
-#include "gemm/sm90/steps.cuh"
 #include "gemm/sm90/tickets.cuh"
 
 namespace attention_ext {
 namespace {
-
-struct GradientsMaps {
-  // Boxes of 64 rows by 64 columns; score_grad_rows: of 128 rows.
-  CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out;
-};
-
-template <class Tile>
-struct Gradients {
-  using T = typename Tile::T;
-
-  const GradientsParams& p;
-  const GradientTiles<Tile>& list;
-
-  using Place = typename GradientTiles<Tile>::Place;
-
-  __device__ __forceinline__ unsigned heads() const { return list.heads(); }
-  __device__ __forceinline__ Place place(unsigned tile) const {
-    return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count);
-  }
-
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Tickets& tickets, const GradientsMaps& maps) const {
-    const unsigned end = list.all();
-    TicketDrawer drawer(tickets, p.ticket, end);
-#pragma unroll 1
-    for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
-      const Place at = place(tile);
-      if (at.steps == 0) continue;
-      if (at.of == kGradQuery) {
-        TensorPosition a = {{0, at.m, static_cast<int>(at.slice_index), 0, 0}};
-        TensorPosition b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
-        set_batch(b, p.batch, p.key, at.n);
-#pragma unroll 1
-        for (int step = 0; step < at.steps; ++step) loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b);
-        continue;
-      }
-      const bool is_value = at.of == kGradValue;
-      const CUtensorMap& map_a = is_value ? maps.probabilities : maps.score_grad;
-      const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
-#pragma unroll 1
-      for (unsigned head = 0; head < heads(); ++head) {
-        TensorPosition a = {{at.m, at.k_begin, static_cast<int>(at.slice_index + head), 0, 0}};
-        TensorPosition b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
-        set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);
-#pragma unroll 1
-        for (int step = 0; step < at.steps; ++step) loader.template load<true, true>(map_a, a, map_b, b);
-      }
-    }
-  }
-
-  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, Tickets& tickets, uint32_t s_strip,
-                                           int row) const {
-    const unsigned end = list.all();
-    TicketReader reader(tickets);
-#pragma unroll 1
-    for (unsigned tile = reader.next(); tile < end; tile = reader.next()) {
-      const Place at = place(tile);
-      float product[Tile::kN / 2];
-      if (at.steps == 0) {
-        multiplier.let_follow();
-#pragma unroll
-        for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
-      } else if (at.of == kGradQuery) {
-        multiplier.template multiply<false, true>(product, at.steps, at.last_rows);
-      } else {
-        multiplier.template multiply<true, true>(product, at.steps * static_cast<int>(heads()));
-      }
-      if (p.of[at.of].sums == nullptr || carry(at, row, product)) store(at, row, product, s_strip);
-    }
-  }
-
-  // Adds what earlier slices left; false where there are later ones, to which it leaves the sum. Slices with more keys, more rows
-  // or more query heads are later. In causal calls a tile may have its last keys, or first rows, in a slice that is not at the end.
-  __device__ __forceinline__ bool carry(const Place& at, int row, float (&product)[Tile::kN / 2]) const {
-    const GradientOf& gradient = p.of[at.of];
-    const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
-    const int64_t row_end = p.slice.row_begin + p.slice.row_count, col_end = p.slice.col_begin + p.slice.col_count;
-    bool first, last;
-    if (at.of == kGradQuery) {
-      first = col_begin == 0;
-      last = col_end == p.S || (p.sequence.causal && row_begin + at.m < col_end);
-    } else {
-      first = at.n % p.group == 0 && (row_begin == 0 || (p.sequence.causal && col_begin + at.m >= row_begin));
-      last = (at.n + heads()) % p.group == 0 && row_end == p.L;
-    }
-    float* g_sums = gradient.sums + (at.m + row) * gradient.pitch + at.col + threadIdx.x % 4 * 2;
-    const auto for_each_pair = [&](auto visit) {
-#pragma unroll
-      for (int i = 0; i < Tile::kN / 2; i += 2) {
-        const int down = i / 2 % 2 * 8, along = i / 4 * 8;
-        if (row + down < at.ms && along < at.cols) {  // widths are multiples of 8
-          visit(*reinterpret_cast<float2*>(g_sums + down * gradient.pitch + along), product[i], product[i + 1]);
-        }
-      }
-    };
-    if (!first) {
-      for_each_pair([](const float2& before, float& x, float& y) {
-        x += before.x;
-        y += before.y;
-      });
-    }
-    if (!last) for_each_pair([](float2& after, float x, float y) { after = {x, y}; });
-    return last;
-  }
-
-  __device__ __forceinline__ void store(const Place& at, int row, const float (&product)[Tile::kN / 2],
-                                        uint32_t s_strip) const {
-    const GradientOf& gradient = p.of[at.of];
-    const MatrixView& out = gradient.out;
-    const float factor = static_cast<float>(gradient.factor);
-    const int64_t first_m = at.m + (at.of == kGradQuery ? p.slice.row_begin : p.slice.col_begin);
-    const int64_t offset = batch_offset(p.batch, out, at.n, at.slice_index) + at.col * out.col_stride;
-    if (p.wide_out) {
-#pragma unroll
-      for (int i = 0; i < Tile::kN / 2; ++i) {
-        const int m = row + i / 2 % 2 * 8, col = i / 4 * 8 + i % 2 + static_cast<int>(threadIdx.x % 4 * 2);
-        float* g_row = static_cast<float*>(out.data) + offset + (first_m + m) * out.row_stride;
-        if (m < at.ms && col < at.cols) g_row[col * out.col_stride] = product[i] * factor;
-      }
-      return;
-    }
-    const int lane = threadIdx.x % 32, warp_row = row - lane / 4;
-    const bool whole = out.vector && at.ms >= Tile::kM && at.cols >= Tile::kN;
-    T* g_out = static_cast<T*>(out.data) + offset + (first_m + warp_row + lane / 8) * out.row_stride;
-#pragma unroll
-    for (int strip = 0; strip < Tile::kN / Tile::kStripCols; ++strip) {
-      const int first_col = strip * Tile::kStripCols;
-      if (first_col >= at.cols) break;
-      float x[Tile::kStripCols / 2];
-#pragma unroll
-      for (int i = 0; i < Tile::kStripCols / 2; ++i) x[i] = product[strip * (Tile::kStripCols / 2) + i] * factor;
-      for_each_chunk<T, 4>(x, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
-        const int col = first_col + chunk_col;
-        T* g_row = g_out + (chunk_row - lane / 8) * out.row_stride;
-        if (whole) {
-          *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(chunk);
-        } else if (warp_row + chunk_row < at.ms && col < at.cols) {
-          store_chunk(g_row, col, at.cols, out, chunk);
-        }
-      });
-    }
-  }
-};
-
-template <class Tile>
-struct GradientsShared {
-  typename Tile::Shared tile;
-  Tickets tickets;
-};
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
@@ -173,14 +17,30 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                      const __grid_constant__ GradientTiles<Tile> list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  GradientsShared<Tile>& shared = *reinterpret_cast<GradientsShared<Tile>*>(s_bytes);
+  SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
   if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
   const Gradients<Tile> work = {params, list};
-  run_warpgroups<Tile>(
-      shared.tile, [&](StepLoader<Tile>& loader) { work.load(loader, shared.tickets, maps); },
-      [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
-        work.multiply(multiplier, shared.tickets, s_strip, row);
-      });
+  const unsigned end = list.all();
+  const auto load = [&](StepLoader<Tile>& loader) {
+    TicketDrawer drawer(shared.tickets, params.ticket, end);
+    TensorPosition a, b;
+#pragma unroll 1
+    for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
+      const auto at = work.place(tile, params.slice.batch_begin);
+      if (at.steps > 0) work.load(loader, maps, at, a, b);
+    }
+  };
+  const auto multiply = [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
+    TicketReader reader(shared.tickets);
+#pragma unroll 1
+    for (unsigned tile = reader.next(); tile < end; tile = reader.next()) {
+      const auto at = work.place(tile, params.slice.batch_begin);
+      float product[Tile::kN / 2];
+      work.multiply(multiplier, at, product);
+      work.write(at, row, product, s_strip);
+    }
+  };
+  run_warpgroups<Tile>(shared.tile, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -188,28 +48,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 template <class Tile>
 cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
-  const Slice& slice = params.slice;
-  const int64_t rows = slice.row_begin + slice.row_count, keys = slice.col_begin + slice.col_count;
-  const int64_t E = params.of[kGradKey].width, Ev = params.of[kGradValue].width;
-  const BatchDims matrices = {{slice.batch_count}, 1};
-  const auto scores = [&](CUtensorMap& to, MatrixView view, int box) {  // the slice's, as a view of one batch dim
-    view.batch_stride[0] = slice.batch_count > 1 ? view.slice_stride : 0;
-    return make_tensor_map(to, params.type, matrices, view, slice.row_count, slice.col_count, box);
-  };
-  const auto operand = [&](CUtensorMap& to, const MatrixView& view, int64_t lines, int64_t width) {
-    return make_tensor_map(to, params.type, params.batch, view, lines, width, Tile::kK);
-  };
   GradientsMaps maps;
-  cudaError_t status = scores(maps.probabilities, params.probabilities, Tile::kK);
-  if (status == cudaSuccess) status = scores(maps.score_grad, params.score_grad, Tile::kK);
-  if (status == cudaSuccess) status = scores(maps.score_grad_rows, params.score_grad, Tile::kM);
-  if (status == cudaSuccess) status = operand(maps.query, params.query, rows, E);
-  if (status == cudaSuccess) status = operand(maps.key, params.key, keys, E);
-  if (status == cudaSuccess) status = operand(maps.grad_out, params.grad_out, rows, Ev);
+  const cudaError_t status = make_gradients_maps<Tile>(maps, params);
   if (status != cudaSuccess) return status;
-
-  const GradientTiles<Tile> list(slice, params.sequence.causal, params.group, E, Ev, params.of_rows, params.of_keys);
-  return launch_persistent<Tile, sizeof(GradientsShared<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps, list);
+  const GradientTiles<Tile> list(params.slice, params.sequence.causal, params.group, params.of[kGradKey].width,
+                                 params.of[kGradValue].width, params.of_rows, params.of_keys);
+  return launch_persistent<Tile, sizeof(SharedWithTickets<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps,
+                                                                  list);
 }
 
 // Tiles of 192 columns where they pay for fewer that do not exist, as in values.cu.

@@ -1,0 +1,172 @@
+// Backward by wgmma (Hopper) of whole matrices in one launch: P and dS (score_gradients.cuh), and the gradients (gradients.cuh).
+//
+// One list of tiles, which CTAs draw from in order: scores of `ahead` key heads, then in turn scores of one more and gradients of
+// the first that has none. A key head's P and dS are read soon after they are written, and so are its Q, K and dO for the second
+// time: from L2.
+//
+// A tile waits for tiles before it in the list only. As tiles are drawn in order by CTAs that run, the first one that is not done
+// never waits, so none waits for ever:
+// - gradients, for all scores of their key head. A warp counts when it has written its rows.
+// - scores, for all gradients of the key head that had their place in P and dS. The first warpgroup counts a tile when its products
+//   are done: then all that the tile reads has arrived in shared memory.
+// Only the thread that loads waits. The warps that write P and dS do so after they have seen what that thread loaded later, which
+// the stages' full barriers order.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 240 a consumer thread.
+#include "attention/sm90/pipeline/gradients.cuh"
+#include "attention/sm90/pipeline/score_gradients.cuh"
+#include "device/sm90/global_counter.cuh"
+#include "gemm/sm90/tickets.cuh"
+
+namespace attention_ext {
+
+// The list. Of a key head: so many tiles of scores and of gradients.
+struct BackwardTurnsList {
+  struct Turn {
+    bool is_scores;
+    unsigned head;
+    unsigned tile;  // of scores, counted from the first key head's; of gradients, of the key head
+  };
+
+  unsigned heads, ahead, scores, gradients;
+
+  __host__ __device__ unsigned all() const { return heads * (scores + gradients); }
+  __device__ __forceinline__ Turn at(unsigned ticket) const {
+    const unsigned first = ahead * scores, both = scores + gradients, in_turn = (heads - ahead) * both;
+    const bool before = ticket < first, after = ticket - first >= in_turn;
+    // Three lists, of scores, of both, and of gradients; a divisor that is forgotten takes no register between tiles.
+    ticket -= before ? 0 : after ? first + in_turn : first;
+    const unsigned of_head = forget(before ? scores : after ? gradients : both);
+    unsigned head = ticket / of_head, in_head = ticket - head * of_head;
+    if (before || (!after && in_head < scores)) {
+      if (!before) head += ahead;
+      return {true, head, head * scores + in_head};
+    }
+    return {false, after ? heads - ahead + head : head, after ? in_head : in_head - scores};
+  }
+};
+
+namespace {
+
+template <class T>
+struct BackwardTurnsWork {
+  BackwardTurnsParams p;
+  ScoreGradientsMaps score_maps;
+  GradientsMaps gradient_maps;
+  BackwardTurnsList turns;
+  ScoreTiles<ScoreGradientsTile<T>, true> score_tiles;
+  GradientTiles<ScoreGradientsTile<T>> gradient_tiles;
+};
+
+template <class Tile>
+struct BackwardTurnsShared : SharedWithTickets<Tile> {
+  TensorPosition a, b;  // of boxes: for them the thread that loads has no registers
+};
+
+template <class T, bool kModified>
+struct BackwardTurns {
+  using Tile = ScoreGradientsTile<T>;
+  using Shared = BackwardTurnsShared<Tile>;
+
+  const BackwardTurnsWork<T>& work;
+
+  __device__ __forceinline__ ScoreGradients<T, kModified> scores() const { return {work.p.scores, work.score_tiles}; }
+  __device__ __forceinline__ Gradients<Tile> gradients() const { return {work.p.gradients, work.gradient_tiles}; }
+  __device__ __forceinline__ unsigned* scores_done(unsigned head) const { return work.p.counters + head; }
+  __device__ __forceinline__ unsigned* gradients_done(unsigned head) const { return scores_done(work.turns.heads + head); }
+  __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * work.p.gradients.group; }
+
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Shared& shared, unsigned ticket) const {
+    const BackwardTurnsList::Turn turn = work.turns.at(ticket);
+    if (turn.is_scores) {
+      const ScorePlace at = scores().place(turn.tile);
+      if (at.hidden) return;
+      const unsigned places = static_cast<unsigned>(work.p.scores.places) / static_cast<unsigned>(work.p.gradients.group);
+      if (turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients);
+      scores().load(loader, work.score_maps, at);
+    } else {
+      const auto at = gradients().place(turn.tile, first_matrix(turn.head));
+      if (at.steps == 0) return;
+      wait_until(scores_done(turn.head), work.turns.scores * 4 * Tile::kConsumers);
+      gradients().load(loader, work.gradient_maps, at, shared.a, shared.b);
+    }
+  }
+  static __device__ __forceinline__ void wait_until(const unsigned* g_counter, unsigned count) {
+    while (read_acquired(g_counter) < count) __nanosleep(32);
+    fence_async_proxy_global();
+  }
+
+  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, unsigned ticket, uint32_t s_strip, int row) const {
+    const BackwardTurnsList::Turn turn = work.turns.at(ticket);
+    if (turn.is_scores) {
+      if (!scores().multiply(multiplier, turn.tile, s_strip, row)) multiplier.let_follow();
+      fence_async_proxy_global();
+      __syncwarp();  // every lane has written
+      if (threadIdx.x % 32 == 0) count_released(scores_done(work.turns.at(forget(ticket)).head));
+    } else {
+      const auto at = gradients().place(turn.tile, first_matrix(turn.head));
+      float product[Tile::kN / 2];
+      gradients().multiply(multiplier, at, product);
+      if (threadIdx.x == 0) count_relaxed(gradients_done(work.turns.at(forget(ticket)).head));
+      gradients().write(at, row, product, s_strip);
+    }
+  }
+};
+
+template <class T, bool kModified>
+__global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
+    backward_turns_kernel(const __grid_constant__ BackwardTurnsWork<T> work) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Tile = ScoreGradientsTile<T>;
+  using Shared = BackwardTurnsShared<Tile>;
+  extern __shared__ __align__(1024) unsigned char s_bytes[];
+  Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
+  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
+  const auto load = [&](StepLoader<Tile>& loader) {
+    const unsigned end = forget(work.turns.all());
+    TicketDrawer drawer(shared.tickets, work.p.gradients.ticket, end, true);
+#pragma unroll 1
+    for (unsigned ticket = drawer.draw(); ticket < end; ticket = drawer.draw()) {
+      BackwardTurns<T, kModified>{forget_object(work)}.load(loader, shared, ticket);
+    }
+  };
+  const auto multiply = [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
+    const unsigned end = work.turns.all();
+    TicketReader reader(shared.tickets);
+#pragma unroll 1
+    for (unsigned ticket = reader.next(); ticket < end; ticket = reader.next()) {
+      BackwardTurns<T, kModified>{work}.multiply(multiplier, ticket, s_strip, row);
+    }
+  };
+  run_warpgroups<Tile>(shared.tile, load, multiply);
+#else
+  __trap();  // never launched: an image for another card must not return what nobody wrote
+#endif
+}
+
+template <class T>
+cudaError_t launch_typed(const BackwardTurnsParams& params, cudaStream_t stream) {
+  using Tile = ScoreGradientsTile<T>;
+  const GradientsParams& gradients = params.gradients;
+  const ScoreTiles<Tile, true> score_tiles = score_gradients_tiles<T>(params.scores);
+  Slice head = gradients.slice;  // any: tiles of a key head are counted from its own first one
+  head.batch_count = gradients.group;
+  const GradientTiles<Tile> gradient_tiles(head, gradients.sequence.causal, gradients.group, gradients.of[kGradKey].width,
+                                           gradients.of[kGradValue].width, true, true);
+  const BackwardTurnsList turns = {static_cast<unsigned>(gradients.slice.batch_count / gradients.group),
+                                   static_cast<unsigned>(params.ahead),
+                                   static_cast<unsigned>(gradients.group) * score_tiles.of_matrix(), gradient_tiles.all()};
+  BackwardTurnsWork<T> work = {params, {}, {}, turns, score_tiles, gradient_tiles};
+  cudaError_t status = make_score_gradients_maps<T>(work.score_maps, params.scores);
+  if (status == cudaSuccess) status = make_gradients_maps<Tile>(work.gradient_maps, gradients);
+  if (status != cudaSuccess) return status;
+  const auto kernel = modified(params.scores) ? backward_turns_kernel<T, true> : backward_turns_kernel<T, false>;
+  return launch_persistent<Tile, sizeof(BackwardTurnsShared<Tile>)>(kernel, turns.all(), stream, work);
+}
+
+}  // namespace
+
+cudaError_t launch_backward_turns(const BackwardTurnsParams& params, cudaStream_t stream) {
+  return dispatch_half_type(params.scores.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
+}
+
+}  // namespace attention_ext

@@ -1,0 +1,295 @@
+// Backward by wgmma (Hopper), first part: P = exp(scale * Q . K^T + mask - lse) and dS = P * (dP - delta), where
+// dP = keep / (1 - p) * dO . V^T. What a CTA does with one tile.
+//
+// It makes both of a tile of 128 queries by 256 keys, one after the other in the same accumulators:
+// 1. S = Q . K^T. Epilogue: probabilities, rounded, to memory and, packed in pairs, in registers.
+// 2. dP = dO . V^T. Epilogue: dS, to memory.
+// Nothing is read back. The two warpgroups are two steps apart, so that the epilogues of one meet products of the other.
+// P and dS lie row after row as (matrix, row, key): TMA reads such a matrix for wgmma along keys and along rows alike.
+// Registers: 240 a consumer thread: 128 sums, 64 pairs of P, 4 words of dropout, the rest addresses.
+#pragma once
+
+#include "attention/sm90/pipeline/backward.h"
+#include "attention/visibility/score_modifier.cuh"
+#include "attention/visibility/score_place.cuh"
+#include "core/dispatch.h"
+#include "core/tensor_map.h"
+#include "device/common/random.cuh"
+#include "gemm/sm90/steps.cuh"
+
+namespace attention_ext {
+
+template <class T>
+using ScoreGradientsTile = WgmmaTile<T, false, 256, 240>;
+
+struct ScoreGradientsMaps {
+  CUtensorMap query, key, grad_out, value;
+};
+
+// kModified: there is a mask or dropout.
+template <class T, bool kModified>
+struct ScoreGradients {
+  using Tile = ScoreGradientsTile<T>;
+  static constexpr int kPart = 64, kParts = Tile::kN / kPart;  // columns at a time, as many as a strip has
+  static constexpr float kWeightScale = weight_scale(kDataType<T>);
+
+  const ScoreGradientsParams& p;
+  const ScoreTiles<Tile, true>& tiles;
+
+  static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
+  __device__ __forceinline__ ScorePlace place(unsigned tile) const {
+    return score_place<Tile, uint32_t>(p.slice, p.sequence, tiles.at(tile));
+  }
+
+  // The operands of a tile that some row sees.
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, const ScorePlace& at) const {
+    load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
+    load_product(loader, at, p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
+  }
+  __device__ __forceinline__ void load_product(StepLoader<Tile>& loader, const ScorePlace& at, const int64_t& width,
+                                               const CUtensorMap& map_a, const MatrixView& view_a, const CUtensorMap& map_b,
+                                               const MatrixView& view_b) const {
+    TensorPosition a = {{0, at.row, 0, 0, 0}}, b = {{0, at.col, 0, 0, 0}};
+    set_batch(a, p.batch, view_a, static_cast<uint32_t>(at.n));
+    keep_order();  // one after the other: what they read takes registers
+    set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
+    keep_order();
+#pragma unroll 1
+    for (int step = steps_of(width); step > 0; --step) loader.template load<false, false>(map_a, a, map_b, b);
+  }
+
+  // What a thread needs of its two rows.
+  struct Rows {
+    float lse[2];  // +inf where there is no such row, or it sees no key: a probability of 0
+    float delta[2];
+  };
+
+  // A tile's P and dS; false: no row sees any of it, and nothing is done.
+  __device__ __forceinline__ bool multiply(StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) const {
+    float delta[2];
+    uint32_t weights[Tile::kN / 4], kept[kParts];
+    bool plain;
+    float product[Tile::kN / 2];
+    {
+      const ScorePlace at = place(tile);
+      if (at.hidden) return false;
+      const Rows rows = fetch(at, row);
+      multiplier.template multiply<false, false>(product, steps_of(p.E));
+      const bool large = !(fabsf(rows.lse[0]) < kLargeLse && fabsf(rows.lse[1]) < kLargeLse);
+      plain = !kModified && wholly_visible<Tile>(at) && scales_exponents(static_cast<float>(p.scale)) &&
+              !__any_sync(0xffffffffu, large);
+      if (plain) {
+        make_probabilities<true>(at, row, rows, product, weights, kept, s_strip);
+      } else {
+        make_probabilities<false>(at, row, rows, product, weights, kept, s_strip);
+      }
+      delta[0] = rows.delta[0];
+      delta[1] = rows.delta[1];
+    }
+    // Next to sums and probabilities there are registers for a tile's number, but not for all that is known of its place.
+    multiplier.template multiply<false, false>(product, steps_of(p.Ev));
+    const ScorePlace at = place(forget(tile));
+    if (plain) {
+      make_score_grad<true>(at, row, delta, product, weights, kept, s_strip);
+    } else {
+      make_score_grad<false>(at, row, delta, product, weights, kept, s_strip);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ Rows fetch(const ScorePlace& at, int row) const {
+    const float* g_lse =
+        static_cast<const float*>(p.lse.data) + batch_offset(p.batch, p.lse, static_cast<uint32_t>(at.n), at.slice_index);
+    const float* g_delta = p.delta + at.n * p.L + at.row;
+    Rows rows;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int of = row + 8 * half;
+      const bool exists = of < at.rows;
+      const float lse = exists ? g_lse[(at.row + of) * p.lse.row_stride] : negative_infinity(0.0f);
+      rows.lse[half] = !isinf(lse) ? lse : lse < 0.0f ? -lse : lse - lse;  // of a score of +inf: NaN
+      rows.delta[half] = exists ? g_delta[of] : 0.0f;
+    }
+    return rows;
+  }
+
+  // From products of query and key: the probabilities as they are rounded, and which of them dropout keeps. kPlain: all rows and
+  // keys exist and are visible, and no row's log-sum-exp is large.
+  template <bool kPlain>
+  __device__ __forceinline__ void make_probabilities(const ScorePlace& at, int row, const Rows& rows,
+                                                     const float (&product)[Tile::kN / 2], uint32_t (&weights)[Tile::kN / 4],
+                                                     uint32_t (&kept)[kParts], uint32_t s_strip) const {
+    const float scale = static_cast<float>(p.scale);
+    // Without a mask exponents are made of products, by one multiply-add.
+    const bool products = (!kModified || p.mask_type == MaskType::kNone) && scales_exponents(scale);
+    const float before = products ? 1.0f : scale, after = products ? scale : 1.0f, unit = after * kLog2E;
+    constexpr float kShift = kWeightScale == 1.0f ? 0.0f : 8.0f;
+    static_assert(kWeightScale == 1.0f || kWeightScale == 256.0f, "2 to the power of kShift");
+    bool large[2] = {false, false};
+    float offset[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      offset[half] = kShift - rows.lse[half] * kLog2E;
+      if (kPlain || fabsf(rows.lse[half]) < kLargeLse) continue;
+      large[half] = true;
+      const bool seen = rows.lse[half] != -negative_infinity(0.0f);
+      offset[half] = kShift + (seen ? log2f(p.norm[at.n * p.L + at.row + row + 8 * half]) : 0.0f);
+    }
+    const bool dropping = kModified && p.dropout.seed != nullptr;
+    const int64_t mask = kModified && p.mask_type != MaskType::kNone
+                             ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), at.slice_index)
+                             : 0;
+    const int lane = static_cast<int>(forget(threadIdx.x)) % 32;  // what follows from it is not held during products
+    T* g_out = place_of(p.probabilities, at, row, lane);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part * kPart >= at.cols) break;
+      float x[kPart / 2];
+#pragma unroll
+      for (int i = 0; i < kPart / 2; ++i) x[i] = product[part * (kPart / 2) + i];
+      pin_registers(x);  // one part after another
+      if constexpr (!kPlain) to_scores(at, row, mask, before, at.col + part * kPart, x);
+#pragma unroll
+      for (int i = 0; i < kPart / 2; ++i) {
+        const int half = i / 2 % 2;
+        // A score as large as its log-sum-exp: the difference first. It is exact, and nothing of it is lost in the factor.
+        const bool usual = kPlain || !large[half];
+        x[i] = exp2_approx(fmaf(usual ? x[i] : __fmul_rn(after, x[i]) - rows.lse[half], usual ? unit : kLog2E, offset[half]));
+      }
+      uint32_t pairs[kPart / 4];
+#pragma unroll
+      for (int i = 0; i < kPart / 4; ++i) pairs[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
+      pin_registers(pairs);
+#pragma unroll
+      for (int i = 0; i < kPart / 4; ++i) weights[part * (kPart / 4) + i] = pairs[i];
+      if (dropping) {
+        kept[part] = draw(at, row, part);
+#pragma unroll
+        for (int i = 0; i < kPart / 4; ++i) {
+          pairs[i] &= (kept[part] >> 2 * i & 1) * 0xffffu | (kept[part] >> (2 * i + 1) & 1) * 0xffff0000u;
+        }
+      }
+      store_part<kPlain>(at, row, lane, part, pairs, g_out + part * kPart, p.probabilities.row_stride, s_strip);
+    }
+  }
+
+  // x: products with the keys from `first_key` on, in; times `factor`, with the mask, -inf where a row does not see a key, out.
+  __device__ __forceinline__ void to_scores(const ScorePlace& at, int row, int64_t mask, float factor, int first_key,
+                                            float (&x)[kPart / 2]) const {
+    const int key = first_key + static_cast<int>(threadIdx.x % 4 * 2);
+    const auto mask_row = [&](int half) {  // of the last row for rows that do not exist
+      return mask + (at.row + min(row + 8 * half, at.rows - 1)) * p.mask.row_stride;
+    };
+    scale_and_mask<T>(x, factor, p.mask, kModified ? p.mask_type : MaskType::kNone, mask_row, key, at.range.keys);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      hide_keys(x, half, key, row + 8 * half < at.rows ? at.range.end_of_row(at.row + row + 8 * half) : 0);
+    }
+  }
+
+  // Bit i: whether dropout keeps element i of a part. Four adjacent columns, drawn at once, lie in two lanes: the even one
+  // draws for the upper row, the odd one for the lower.
+  __device__ __forceinline__ uint32_t draw(const ScorePlace& at, int row, int part) const {
+    const int lane = threadIdx.x % 4, odd = lane % 2;
+    const int64_t seed = *p.dropout.seed;
+    const int quad = (at.col + part * kPart) / 4 + lane / 2;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kPart / 8; ++i) {
+      const uint32_t mine = kept_of_quad(p.dropout, seed, at.n, at.row + row + 8 * odd, quad + 2 * i);
+      const uint32_t theirs = __shfl_xor_sync(0xffffffffu, mine, 1);
+      const uint32_t upper = (odd ? theirs : mine) >> 2 * odd & 3, lower = (odd ? mine : theirs) >> 2 * odd & 3;
+      bits |= (upper | lower << 2) << 4 * i;
+    }
+    return bits;
+  }
+
+  // From products of grad_out and value: dS.
+  template <bool kPlain>
+  __device__ __forceinline__ void make_score_grad(const ScorePlace& at, int row, const float (&delta)[2],
+                                                  const float (&product)[Tile::kN / 2], const uint32_t (&weights)[Tile::kN / 4],
+                                                  const uint32_t (&kept)[kParts], uint32_t s_strip) const {
+    constexpr float kUnscale = 1.0f / kWeightScale;
+    const bool dropping = kModified && p.dropout.seed != nullptr;
+    const float factor = dropping ? static_cast<float>(p.dropout.keep_scale) * kUnscale : kUnscale;
+    const float offset[2] = {-delta[0] * kUnscale, -delta[1] * kUnscale};
+    const int lane = static_cast<int>(forget(threadIdx.x)) % 32;
+    T* g_out = place_of(p.score_grad, at, row, lane);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part * kPart >= at.cols) break;
+      uint32_t pairs[kPart / 4];
+#pragma unroll
+      for (int i = 0; i < kPart / 4; ++i) {
+        const float2 weight = unpack_pair(weights[part * (kPart / 4) + i], static_cast<const T*>(nullptr));
+        float grad[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at_part = 2 * i + e;
+          const float of_weight = product[part * (kPart / 2) + at_part], to_add = offset[i % 2];
+          grad[e] = fmaf(of_weight, factor, to_add);
+          if (dropping && (kept[part] >> at_part & 1) == 0) grad[e] = to_add;
+        }
+        float x[2] = {weight.x * grad[0], weight.y * grad[1]};
+        if constexpr (!kPlain) {  // whatever a key that is not seen holds
+          if (weight.x == 0.0f) x[0] = 0.0f;
+          if (weight.y == 0.0f) x[1] = 0.0f;
+        }
+        pairs[i] = pack_pair<T>(x[0], x[1]);
+      }
+      store_part<kPlain>(at, row, lane, part, pairs, g_out + part * kPart, p.score_grad.row_stride, s_strip);
+    }
+  }
+
+  // Where this lane's chunks of a slice's matrix begin.
+  __device__ __forceinline__ T* place_of(const MatrixView& view, const ScorePlace& at, int row, int lane) const {
+    const int warp_row = row - lane / 4;
+    const uint32_t place = static_cast<uint32_t>(at.slice_index) % forget(static_cast<uint32_t>(p.places));
+    return static_cast<T*>(view.data) + place * view.slice_stride + (at.slice_row + warp_row + lane / 8) * view.row_stride +
+           at.slice_col + lane % 8 * 8;
+  }
+  template <bool kWhole>
+  __device__ __forceinline__ void store_part(const ScorePlace& at, int row, int lane, int part,
+                                             const uint32_t (&pairs)[kPart / 4], T* g_out, int64_t row_stride,
+                                             uint32_t s_strip) const {
+    const int warp_row = row - lane / 4;
+    for_each_chunk<T, 4>(
+        pairs, s_strip,
+        [&](int chunk_row, int chunk_col, const T* chunk) {
+          // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
+          if (kWhole || (warp_row + chunk_row < at.rows && part * kPart + chunk_col < at.cols)) {
+            *reinterpret_cast<uint4*>(g_out + (chunk_row - lane / 8) * row_stride) = *reinterpret_cast<const uint4*>(chunk);
+          }
+        },
+        lane);
+  }
+};
+
+template <class T>
+cudaError_t make_score_gradients_maps(ScoreGradientsMaps& maps, const ScoreGradientsParams& params) {
+  using Tile = ScoreGradientsTile<T>;
+  const Slice& slice = params.slice;
+  const int64_t rows = slice.row_begin + slice.row_count, keys = slice.col_begin + slice.col_count;
+  const auto map = [&](CUtensorMap& to, const MatrixView& view, int64_t lines, int64_t width, int box) {
+    return make_tensor_map(to, params.type, params.batch, view, lines, width, box);
+  };
+  cudaError_t status = map(maps.query, params.query, rows, params.E, Tile::kM);
+  if (status == cudaSuccess) status = map(maps.key, params.key, keys, params.E, Tile::kN);
+  if (status == cudaSuccess) status = map(maps.grad_out, params.grad_out, rows, params.Ev, Tile::kM);
+  if (status == cudaSuccess) status = map(maps.value, params.value, keys, params.Ev, Tile::kN);
+  return status;
+}
+
+template <class T>
+ScoreTiles<ScoreGradientsTile<T>, true> score_gradients_tiles(const ScoreGradientsParams& params) {
+  Slice from_keys = params.slice;  // every row of a causal slice sees its first key, from which tiles may as well be counted
+  from_keys.row_begin -= from_keys.col_begin;
+  from_keys.col_begin = 0;
+  return {from_keys, params.sequence.causal};
+}
+
+inline bool modified(const ScoreGradientsParams& params) {
+  return params.mask_type != MaskType::kNone || params.dropout.seed != nullptr;
+}
+
+}  // namespace attention_ext
