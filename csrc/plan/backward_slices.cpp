@@ -16,9 +16,8 @@ constexpr int64_t kRowGranule = 64;  // of cuts of rows where a slice holds a ti
 
 // Of 128 x 256 x 64; of the two epilogues of a tile of scores, and that of gradients, in steps of 1/8. In ns.
 constexpr int64_t kStepNs = 870, kScoreEpilogue = 6, kGradientEpilogue = 4, kLaunchNs = 5000, kBytesPerNs = 2700;
-// In one launch: from the draw of a tile to its first product, and from its last one to the draw of a tile that reads it; what is
-// left in L2 between two reads.
-constexpr int64_t kHandOver = 8 * 8, kL2Bytes = int64_t{50} << 20;
+// In one launch: from the draw of a tile to its first product, and from its last one to the draw of a tile that reads it.
+constexpr int64_t kHandOver = 8 * 8;
 constexpr int64_t kMostTickets = int64_t{1} << 31;  // they are counted in 32 bits
 
 int64_t pieces_of(int64_t width) { return ceil_div(width, kWgmmaTileCols); }
@@ -91,8 +90,9 @@ class Planner {
     if (sizes_.L <= 0 || sizes_.S > kPartKeys || group > kPartKeys / sizes_.L) return;
     BackwardPass pass = {true, true, group, {0, sizes_.L}, {0, sizes_.S}, 1};
     const SlicePart part = {0, sizes_.L, 0, sizes_.S, 0, sizes_.L, false};
-    const Work head = work_of(pass, part, group), all = work_of(pass, part, sizes_.N);
+    const Work head = work_of(pass, part, group);
     if (heads > kMostTickets / (head.score_tiles + head.gradient_tiles)) return;
+    const Work all = work_of(pass, part, sizes_.N);
     const int64_t bytes_of_head = std::max<int64_t>(group * sizes_.L * slice_pitch(sizes_.S) * kScoreBytes, 1);
     const int64_t room = std::max<int64_t>(room_ - counter_bytes(sizes_, pass) - 2 * kWorkspaceAlignment, 0) / bytes_of_head;
     // Scores are done when their gradients are drawn, and gradients when scores are that take the place of what they read, if tiles
@@ -110,10 +110,8 @@ class Planner {
       const int64_t between = in_memory - pass.ahead - 1;
       slowest = std::max(slowest, between > 0 ? ceil_div(gradient_wait, between) : gradient_wait + period);
     }
-    const bool stays = (pass.ahead + 1) * (head.bytes - head.bytes_once + head.score_bytes) <= kL2Bytes;
     const int64_t products = (all.scores + all.gradient_rounds) * slowest / period;
-    keep(pass, slice_places(sizes_, pass, part).end,
-         std::max(products * kStepNs / 8, (stays ? all.bytes_once : all.bytes) / kBytesPerNs) + kLaunchNs);
+    keep(pass, slice_places(sizes_, pass, part).end, std::max(products * kStepNs / 8, all.bytes / kBytesPerNs) + kLaunchNs);
   }
 
   void cut_matrices(bool of_rows, bool of_keys) {
@@ -223,8 +221,7 @@ class Planner {
     int64_t score_length, longest;    // of a tile of scores; the longest of gradients
     int64_t scores, gradient_rounds;  // of the SM that takes longest
     int64_t gradients;                // of all SMs
-    int64_t score_bytes;              // of P and dS
-    int64_t bytes, bytes_once;        // that memory moves; where L2 has what is read again
+    int64_t bytes;                    // that memory moves
   };
   Work work_of(const BackwardPass& pass, const SlicePart& part, int64_t batches) const {
     const int64_t rows = part.row_end - part.row_begin, keys = part.key_end - part.key_begin;
@@ -247,11 +244,8 @@ class Planner {
     work.gradient_rounds = std::max(makespan(query_tiles, query_length, key_sums, key_length, sms_), work.longest);
     if (narrow(sizes_.E) && narrow(sizes_.Ev)) work.gradient_rounds = work.gradient_rounds * 3 / 4;
     // Of 2 bytes an element: rows are read twice of query and grad_out, keys of key and once of value, and gradients are written.
-    work.score_bytes = 4 * batches * seen;
     work.bytes = 10 * batches * seen + 2 * batches * rows * (3 * sizes_.E + 2 * sizes_.Ev) +
                  2 * batches / heads * keys * (3 * sizes_.E + 2 * sizes_.Ev);
-    work.bytes_once =
-        work.bytes - 6 * batches * seen - 2 * batches * rows * (sizes_.E + sizes_.Ev) - 2 * batches / heads * keys * sizes_.E;
     return work;
   }
 

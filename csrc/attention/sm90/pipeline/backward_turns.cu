@@ -101,12 +101,12 @@ struct BackwardTurns {
       if (!scores().multiply(multiplier, turn.tile, s_strip, row)) multiplier.let_follow();
       fence_async_proxy_global();
       __syncwarp();  // every lane has written
-      if (threadIdx.x % 32 == 0) count_released(scores_done(work.turns.at(forget(ticket)).head));
+      if (threadIdx.x % 32 == 0) count_released(scores_done(forget(turn.tile) / work.turns.scores));
     } else {
       const auto at = gradients().place(turn.tile, first_matrix(turn.head));
       float product[Tile::kN / 2];
       gradients().multiply(multiplier, at, product);
-      if (threadIdx.x == 0) count_relaxed(gradients_done(work.turns.at(forget(ticket)).head));
+      if (threadIdx.x == 0) count_relaxed(gradients_done(at.n / static_cast<unsigned>(work.p.gradients.group)));
       gradients().write(at, row, product, s_strip);
     }
   }

@@ -61,7 +61,6 @@ struct ScoreGradients {
   // What a thread needs of its two rows.
   struct Rows {
     float lse[2];  // +inf where there is no such row, or it sees no key: a probability of 0
-    float delta[2];
   };
 
   // A tile's P and dS; false: no row sees any of it, and nothing is done.
@@ -83,8 +82,11 @@ struct ScoreGradients {
       } else {
         make_probabilities<false>(at, row, rows, product, weights, kept, s_strip);
       }
-      delta[0] = rows.delta[0];
-      delta[1] = rows.delta[1];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // read only now: the epilogue has no registers for them
+        const int of = row + 8 * half;
+        delta[half] = of < at.rows ? p.delta[at.n * p.L + at.row + of] : 0.0f;
+      }
     }
     // Next to sums and probabilities there are registers for a tile's number, but not for all that is known of its place.
     multiplier.template multiply<false, false>(product, steps_of(p.Ev));
@@ -100,7 +102,6 @@ struct ScoreGradients {
   __device__ __forceinline__ Rows fetch(const ScorePlace& at, int row) const {
     const float* g_lse =
         static_cast<const float*>(p.lse.data) + batch_offset(p.batch, p.lse, static_cast<uint32_t>(at.n), at.slice_index);
-    const float* g_delta = p.delta + at.n * p.L + at.row;
     Rows rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -108,7 +109,6 @@ struct ScoreGradients {
       const bool exists = of < at.rows;
       const float lse = exists ? g_lse[(at.row + of) * p.lse.row_stride] : negative_infinity(0.0f);
       rows.lse[half] = !isinf(lse) ? lse : lse < 0.0f ? -lse : lse - lse;  // of a score of +inf: NaN
-      rows.delta[half] = exists ? g_delta[of] : 0.0f;
     }
     return rows;
   }
@@ -139,8 +139,7 @@ struct ScoreGradients {
     const int64_t mask = kModified && p.mask_type != MaskType::kNone
                              ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), at.slice_index)
                              : 0;
-    const int lane = static_cast<int>(forget(threadIdx.x)) % 32;  // what follows from it is not held during products
-    T* g_out = place_of(p.probabilities, at, row, lane);
+    T* g_out = place_of(p.probabilities, at, row);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part * kPart >= at.cols) break;
@@ -169,7 +168,7 @@ struct ScoreGradients {
           pairs[i] &= (kept[part] >> 2 * i & 1) * 0xffffu | (kept[part] >> (2 * i + 1) & 1) * 0xffff0000u;
         }
       }
-      store_part<kPlain>(at, row, lane, part, pairs, g_out + part * kPart, p.probabilities.row_stride, s_strip);
+      store_part<kPlain>(at, row, part, pairs, g_out + part * kPart, p.probabilities.row_stride, s_strip);
     }
   }
 
@@ -213,8 +212,7 @@ struct ScoreGradients {
     const bool dropping = kModified && p.dropout.seed != nullptr;
     const float factor = dropping ? static_cast<float>(p.dropout.keep_scale) * kUnscale : kUnscale;
     const float offset[2] = {-delta[0] * kUnscale, -delta[1] * kUnscale};
-    const int lane = static_cast<int>(forget(threadIdx.x)) % 32;
-    T* g_out = place_of(p.score_grad, at, row, lane);
+    T* g_out = place_of(p.score_grad, at, row);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part * kPart >= at.cols) break;
@@ -237,22 +235,23 @@ struct ScoreGradients {
         }
         pairs[i] = pack_pair<T>(x[0], x[1]);
       }
-      store_part<kPlain>(at, row, lane, part, pairs, g_out + part * kPart, p.score_grad.row_stride, s_strip);
+      store_part<kPlain>(at, row, part, pairs, g_out + part * kPart, p.score_grad.row_stride, s_strip);
     }
   }
 
+  // What follows from it is not held during products.
+  static __device__ __forceinline__ int lane_anew() { return static_cast<int>(forget(threadIdx.x)) % 32; }
   // Where this lane's chunks of a slice's matrix begin.
-  __device__ __forceinline__ T* place_of(const MatrixView& view, const ScorePlace& at, int row, int lane) const {
-    const int warp_row = row - lane / 4;
+  __device__ __forceinline__ T* place_of(const MatrixView& view, const ScorePlace& at, int row) const {
+    const int lane = lane_anew(), warp_row = row - lane / 4;
     const uint32_t place = static_cast<uint32_t>(at.slice_index) % forget(static_cast<uint32_t>(p.places));
     return static_cast<T*>(view.data) + place * view.slice_stride + (at.slice_row + warp_row + lane / 8) * view.row_stride +
            at.slice_col + lane % 8 * 8;
   }
   template <bool kWhole>
-  __device__ __forceinline__ void store_part(const ScorePlace& at, int row, int lane, int part,
-                                             const uint32_t (&pairs)[kPart / 4], T* g_out, int64_t row_stride,
-                                             uint32_t s_strip) const {
-    const int warp_row = row - lane / 4;
+  __device__ __forceinline__ void store_part(const ScorePlace& at, int row, int part, const uint32_t (&pairs)[kPart / 4],
+                                             T* g_out, int64_t row_stride, uint32_t s_strip) const {
+    const int lane = lane_anew(), warp_row = row - lane / 4;
     for_each_chunk<T, 4>(
         pairs, s_strip,
         [&](int chunk_row, int chunk_col, const T* chunk) {
