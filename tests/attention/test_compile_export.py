@@ -55,6 +55,7 @@ def needing_grad(tensors: list[Tensor | None]) -> list[Tensor | None]:
     return leaves(*tensors)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_sdpa(device: str, name: str, dtype: torch.dtype) -> None:
@@ -64,6 +65,7 @@ def test_opcheck_sdpa(device: str, name: str, dtype: torch.dtype) -> None:
         torch.library.opcheck(ops.sdpa.default, tensors, options)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_sdpa_forward(device: str, name: str, dtype: torch.dtype) -> None:
@@ -75,6 +77,7 @@ def test_opcheck_sdpa_forward(device: str, name: str, dtype: torch.dtype) -> Non
         torch.library.opcheck(ops.sdpa_forward.default, (*needing_grad(tensors), seed, 0.4, causal), rest)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck_sdpa_backward(device: str, name: str, dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ def operators(device: str) -> dict:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("name", operators("cpu"))
 def test_jvp(device: str, name: str, backend: str) -> None:

@@ -58,6 +58,7 @@ def test_opcheck_linear_float32(device: str, name: str, grad: bool) -> None:
     torch.library.opcheck(linear_float32.default, tuple(leaves(*args)) if grad else args)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", layers("cpu"))

@@ -1,4 +1,7 @@
-"""The default set of tests: of each test, cases that show every pair of values of two of its parameters."""
+"""The default set of tests: of each test, cases that show every pair of values of two of its parameters.
+
+Of a test marked each_value they show every value: its parameters hardly act on each other, or a case takes long.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ def _key(value: object) -> Hashable:
     return type(value), value
 
 
-def cover(cases: Sequence[Mapping[str, object]]) -> list[int]:
+def cover(cases: Sequence[Mapping[str, object]], at_once: int = 2) -> list[int]:
     """Which of the cases, each {parameter: value}, show every pair of values of two parameters that any of them shows.
 
     Again and again the case with the most new pairs, of these the one with the rarest, of these the first. Of one parameter every
-    value is kept.
+    value is kept. at_once: how many parameters are looked at together; 1 for every value instead of every pair.
     """
     numbers: dict[Hashable, int] = {}
     pairs = []
     for case in cases:
         values = [(name, _key(value)) for name, value in case.items()]
-        pairs.append({numbers.setdefault(pair, len(numbers)) for pair in combinations(values, min(2, len(values)))})
+        pairs.append({numbers.setdefault(pair, len(numbers)) for pair in combinations(values, min(at_once, len(values)))})
     missing, seen = set(numbers.values()), Counter[int]()
     kept: list[int] = []
     rest = list(range(len(cases)))
@@ -48,5 +51,6 @@ def every_pair(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     kept: list[int] = []
     for cases in tests.values():
         params = [items[number].callspec.params if hasattr(items[number], "callspec") else {} for number in cases]
-        kept += [cases[i] for i in cover(params)]
+        at_once = 1 if items[cases[0]].get_closest_marker("each_value") else 2
+        kept += [cases[i] for i in cover(params, at_once)]
     return [items[number] for number in sorted(kept)]

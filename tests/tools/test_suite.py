@@ -30,6 +30,11 @@ def test_three(a, b, c):
 @pytest.mark.parametrize("b", [0, 1])
 def test_devices(device, a, b): pass
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", "xyz")
+@pytest.mark.parametrize("b", range(5))
+def test_each_value(a, b): pass
+
 def test_plain(): pass
 
 def test_threads(record_property):
@@ -40,19 +45,21 @@ import os, pytest
 
 @pytest.mark.parametrize("i", range(6))
 def test_large(i, record_property):
-    record_property("process", os.environ["PYTEST_XDIST_WORKER"])
+    record_property("process", os.environ.get("PYTEST_XDIST_WORKER"))
 """
 THREE = {f"test_three[{c}-b{b}-{a}]" for a in ("low", "mid", "high") for b in range(3) for c in (0, 1)}
 OTHERS = {f"test_devices[{b}-{a}-{device}]" for b in (0, 1) for a in "xyz" for device in ("cpu", "cuda")}
 OTHERS |= {"test_plain", "test_threads"}
-WHOLE = THREE | OTHERS
+EACH_VALUE = {f"test_each_value[{b}-{a}]" for b in range(5) for a in "xyz"}
+LARGE_ONES = {f"test_large[{i}]" for i in range(6)}
+WHOLE = THREE | OTHERS | EACH_VALUE
 RUNS = {
     "default": ["tests", "--ignore=tests/test_large.py"],
     "whole": ["tests", "--ignore=tests/test_large.py", "--whole"],
     "file": ["tests/test_some.py"],
     "test": ["tests/test_some.py::test_three[1-b2-mid]"],
     "by keyword": ["tests", "-k", "test_three and mid and b2"],
-    "share": ["tests", "--ignore=tests/test_large.py", "--whole", "--share=1/3"],
+    **{f"share {i}": ["tests", "--whole", f"--share={i}/3"] for i in range(3)},
 }
 
 
@@ -82,7 +89,12 @@ def test_what_runs(tmp_path: Path) -> None:
     assert names["whole"] == names["file"] == WHOLE and names["test"] == {"test_three[1-b2-mid]"}
     assert names["default"] >= OTHERS and 9 <= len(names["default"] & THREE) < 18
     assert names["by keyword"] == {"test_three[0-b2-mid]", "test_three[1-b2-mid]"}
-    assert len(names["share"]) == len(range(1, len(WHOLE), 3))
+    each = [name.split("[")[1] for name in names["default"] & EACH_VALUE]
+    assert len(each) == 5 and {name[0] for name in each} == set("01234") and {name[2] for name in each} == set("xyz")
+    shares = [names[f"share {i}"] for i in range(3)]
+    assert sum(map(len, shares)) == len(WHOLE | LARGE_ONES) and set().union(*shares) == WHOLE | LARGE_ONES
+    assert all(abs(len(share - LARGE_ONES) - len(WHOLE) / 3) <= 1 for share in shares)
+    assert sorted(len(share & LARGE_ONES) for share in shares) == [0, 0, 6]
     taken = properties(cases["whole"], "baseline")
     assert all(taken[name] == ([["default"], ["math"]]["[1-" in name] if name in THREE else []) for name in WHOLE)
 
@@ -91,10 +103,9 @@ def test_what_runs(tmp_path: Path) -> None:
 def test_processes_side_by_side(tmp_path: Path) -> None:
     """The same tests, those of much memory in one process, and no more threads than cores."""
     (cases,) = run(tmp_path, [["tests", "--whole", "-n", "2"]])
-    large = [f"test_large[{i}]" for i in range(6)]
-    assert {case.get("name") for case in cases} == WHOLE | set(large)
+    assert {case.get("name") for case in cases} == WHOLE | LARGE_ONES
     processes, threads = properties(cases, "process"), properties(cases, "threads")
-    assert all(processes[name] == processes[large[0]] for name in large)
+    assert len({tuple(processes[name]) for name in LARGE_ONES}) == 1
     assert threads["test_threads"] == [str(max(1, len(os.sched_getaffinity(0)) // 2))]
 
 
