@@ -27,18 +27,23 @@ def cover(cases: Sequence[Mapping[str, object]], at_once: int = 2) -> list[int]:
     value is kept. at_once: how many parameters are looked at together; 1 for every value instead of every pair.
     """
     numbers: dict[Hashable, int] = {}
-    pairs = []
+    pairs: list[list[int]] = []
     for case in cases:
         values = [(name, _key(value)) for name, value in case.items()]
-        pairs.append({numbers.setdefault(pair, len(numbers)) for pair in combinations(values, min(at_once, len(values)))})
-    missing, seen = set(numbers.values()), Counter[int]()
+        pairs.append([numbers.setdefault(pair, len(numbers)) for pair in combinations(values, min(at_once, len(values)))])
+    shown = [sum(1 << pair for pair in of_case) for of_case in pairs]  # sets as bits
+    missing, seen = (1 << len(numbers)) - 1, Counter[int]()
     kept: list[int] = []
     rest = list(range(len(cases)))
     while missing:
-        best = max(rest, key=lambda i: (len(pairs[i] & missing), -sum(seen[pair] for pair in pairs[i])))
-        rest.remove(best)
+        new = [(shown[i] & missing).bit_count() for i in rest]
+        most = max(new)
+        best = max(
+            (i for i, count in zip(rest, new, strict=True) if count == most), key=lambda i: -sum(seen[pair] for pair in pairs[i])
+        )
+        rest = [i for i, count in zip(rest, new, strict=True) if count and i != best]
         kept.append(best)
-        missing -= pairs[best]
+        missing &= ~shown[best]
         seen.update(pairs[best])
     return sorted(kept)
 
