@@ -11,6 +11,7 @@ from typing import Any
 import cases
 import common
 import evidence
+import memory
 import peers
 import pytest
 import record_shapes
@@ -58,13 +59,15 @@ def test_shapes_are_cheap_for_pytorch() -> None:
 
 
 def test_cases() -> None:
-    names = [case.name for case in CASES]
+    names = [case.name for case in (*CASES, *cases.BIAS_GRADIENTS)]
     assert len(names) == len(set(names)) and sorted(name for kind in SETS.values() for name in kind) == sorted(names)
     assert [case.name for case in cases.choose(["decode", "kb97", "class512", "g512"])] == [
         name for name in names if name in {"kb97", *SETS["class512"], *SETS["decode"]}
     ]
     assert set(cases.BACKWARD) <= set(names) and {"d64", "d128c", "d256c", "g512c"} <= set(cases.BACKWARD)
     assert cases.choose([]) == [] and all(case.cold_l2 == (case.L == 1) for case in CASES)
+    assert [case.E for case in cases.choose(["biasgrad"])] == [320, 512, 768, 1024]
+    assert all(case.mask is None for case in CASES) and set(memory.PEAKS) <= set(names)
     with pytest.raises(SystemExit, match="no_such"):
         cases.choose(["no_such"])
 
