@@ -52,19 +52,22 @@ def shapes_sound(record: dict[str, Any]) -> bool:
     """Every shape ran, without a NaN, within the error rule. How fast is another matter: the summary says it."""
     kinds = ("ours_failed", "not_finite", "outside_rule")
     summaries = record.get("shapes_summary", {}).values()
-    return "shapes_failed" not in record and all(not summary[kind] for summary in summaries for kind in kinds)
+    return not record.get("shapes_failed") and all(not summary[kind] for summary in summaries for kind in kinds)
 
 
 def parts_sound(record: dict[str, Any]) -> bool:
     """What ran of the parts came to its end, and no call of ours failed. How fast, and what an option costs, is another matter."""
     rows = [row for name in ("everyday", "variants") for row in record.get(name, {}).get("rows", ())]
     failed = any("ours_failed" in row or "not_available" in row for row in rows)
-    return not failed and not any(f"{name}_failed" in record for name in PARTS)
+    return not failed and not any(record.get(f"{name}_failed") for name in PARTS)
 
 
-def left_out(record: dict[str, Any]) -> int:
-    """How many calls of the parts were not begun within their time limits."""
-    return sum(record.get(name, {}).get("left_out", 0) for name in ("everyday", "variants"))
+def lacking(record: dict[str, Any], lists: Sequence[str]) -> list[str]:
+    """Which of these lists of shapes, and which parts, are not in the record; parts of which calls were not begun in time."""
+    absent = [name for name in lists if name not in record.get("shapes_summary", {})]
+    absent += [part for part in PARTS if part not in record]
+    left_out = {name: record.get(name, {}).get("left_out", 0) for name in ("everyday", "variants")}
+    return absent + [f"{count} calls of {name}" for name, count in left_out.items() if count]
 
 
 def forward_sound(record: dict[str, Any]) -> bool:
