@@ -39,6 +39,7 @@ def call(folder: Path, *args: str, error: str = "No module named 'numpy'") -> su
     return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [[], ["-W", "error"]], ids=["", "error"])
 @pytest.mark.parametrize("command", [["-m", "attention_ext", "info"], ["-c", ALL]], ids=["info", "others"])
 def test_nothing_is_said(command: list[str], options: list[str], tmp_path: Path) -> None:
