@@ -23,7 +23,7 @@ def outcome(cases: list[ET.Element]) -> dict[str, Any]:
     kinds = ("failure", "error", "skipped")
     failures, errors, skipped = ([case for case in cases if case.find(kind) is not None] for kind in kinds)
     others = [case for case in cases if case not in skipped]
-    reasons = Counter(skip.get("message", "no reason") for case in skipped for skip in case.iterfind("skipped"))
+    reasons = Counter(reason(skip) for case in skipped for skip in case.iterfind("skipped"))
     baselines = [(case, found.get("value")) for case in cases for found in case.iterfind("properties/property[@name='baseline']")]
     return {
         "tests": len(cases),
@@ -36,6 +36,12 @@ def outcome(cases: list[ET.Element]) -> dict[str, Any]:
         "baselines": {kind: sum(name == kind for _, name in baselines) for kind in BASELINES},
         "other_baselines": ids([case for case, name in baselines if name != "default"]),
     }
+
+
+def reason(skip: ET.Element) -> str:
+    """Of a module that was skipped whole it stands in the text: ('FILE', LINE, 'Skipped: REASON')."""
+    whole = re.search(r"Skipped: (.*).\)$", skip.text or "", re.DOTALL)
+    return whole[1] if whole else skip.get("message", "no reason")
 
 
 def module_of(case: ET.Element) -> str:

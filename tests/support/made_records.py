@@ -20,7 +20,8 @@ REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_fails_twice"><failure message="wrong"/><error message="teardown"/></testcase>
 <testcase classname="tests.test_two_devices" name="test_b"><skipped message="needs two CUDA devices"/></testcase>
 <testcase classname="tests.test_two_devices" name="test_c"><skipped message="needs two CUDA devices"/></testcase>
-<testcase classname="" name="tests.test_d"><skipped message="collection skipped"/></testcase>
+<testcase classname="" name="tests.test_d">
+  <skipped message="collection skipped">('/a/tests/test_d.py', 2, "Skipped: it's not there: pip install it")</skipped></testcase>
 <testcase classname="" name="tests.test_e"><error message="collection failure"/></testcase>
 </testsuite></testsuites>"""
 

@@ -18,7 +18,7 @@ def test_outcome_of_reports() -> None:
     found = evidence.outcome(list(ET.fromstring(REPORT).iter("testcase")))
     assert [found[kind] for kind in ("tests", "failures", "errors", "skipped")] == [9, 2, 2, 4]
     assert found["failed"] == ["tests.test_a::test_fails", "tests.test_a::test_fails_twice", "::tests.test_e"]
-    assert found["skip_reasons"] == {"needs two CUDA devices": 2, "why": 1, "collection skipped": 1}
+    assert found["skip_reasons"] == {"needs two CUDA devices": 2, "why": 1, "it's not there: pip install it": 1}
     assert found["modules_skipped"] == ["tests.test_d", "tests.test_two_devices"]
     assert found["baselines"] == {"default": 2, "math": 1, "three calls": 1}
     assert found["other_baselines"] == ["tests.test_a::test_passes[x]", "tests.test_a::test_fails"]
