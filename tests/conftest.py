@@ -10,10 +10,11 @@ import pytest
 from pairs import every_pair
 
 CORES = len(os.sched_getaffinity(0))
-ONE_PROCESS = (  # files whose tests stay together: they take too much memory to run side by side, or share what is made once
+ONE_PROCESS = (  # files and tests whose cases stay together: too much memory to run side by side, or one fixture that takes long
     "test_large.py",
-    *("test_dtensor.py", "test_two_devices_sharding.py", "test_parallel.py", "test_two_devices_parallel.py"),  # two ranks
-    "test_packaging.py",  # sdists
+    "test_packaging.py",
+    *("test_dtensor.py::test_on_two_ranks", "test_two_devices_sharding.py"),
+    *("test_parallel.py::test_as_in_one_process", "test_two_devices_parallel.py"),
 )
 MOST_WORKERS = 10  # of pytest-xdist: so many are known to fit into one GPU's 80 GB
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
@@ -28,7 +29,7 @@ from known_calls import counted_anew, forget  # noqa: E402
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="every combination of a test's parameters, not just every pair of values")
-    share = "i/n: of the selected tests numbers i, i + n, ..., a file of ONE_PROCESS as one (processes side by side)"
+    share = "i/n: of the selected tests numbers i, i + n, ..., what is in ONE_PROCESS as one (processes side by side)"
     parser.addoption("--share", default="0/1", help=share)
 
 
@@ -47,7 +48,7 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Of -n without --dist: test by test to whichever process is free, a file of ONE_PROCESS to one."""
+    """Of -n without --dist: test by test to whichever process is free, what is in ONE_PROCESS to one."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -60,9 +61,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
 
 def together(nodeid: str) -> str:
-    """The same for tests that one process is to run."""
-    file = nodeid.partition("::")[0]
-    return file if Path(file).name in ONE_PROCESS else nodeid
+    """The same for cases that one process is to run."""
+    test = nodeid.partition("[")[0]
+    return next((scope for scope in (test.partition("::")[0], test) if Path(scope).name in ONE_PROCESS), nodeid)
 
 
 def runs_whole(config: pytest.Config) -> bool:
