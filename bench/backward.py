@@ -1,4 +1,4 @@
-"""Gradients of a case: ours beside PyTorch's default and the formula in three calls. A part of record.py."""
+"""Gradients of a case, of its bias too: ours beside PyTorch's default and the formula in three calls. A part of record.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,19 +19,23 @@ MOST_SCORES = 10e9  # bytes of a score matrix, of which three calls under autogr
 def measure(case: Case) -> dict[str, dict[str, Any]]:
     """By the names of the forward's entries, milliseconds of the backward alone, and under "both" of forward and backward.
 
-    "three_calls" has neither where the formula has too large a score matrix or ran out of memory. "tflops" is of ours, the backward
-    alone, by five products where the forward has two.
+    "three_calls" has neither where the formula has a mask or too large a score matrix or ran out of memory. "tflops" is of ours,
+    the backward alone, by five products where the forward has two.
     """
     leaves = [t.requires_grad_() for t in case.inputs(str(DEVICE))]
-    options = {"is_causal": case.causal, "enable_gqa": case.Hk != case.Hq}
+    options = case.options(str(DEVICE))
+    mask = options["attn_mask"]
+    if mask is not None and mask.is_floating_point():
+        leaves.append(mask.requires_grad_())
+    q, k, v = leaves[:3]
     calls: dict[str, Callable[[], Tensor]] = {
-        "attention_ext": lambda: OPS.sdpa(*leaves, **options),
-        "torch": lambda: F.scaled_dot_product_attention(*leaves, **options),
+        "attention_ext": lambda: OPS.sdpa(q, k, v, **options),
+        "torch": lambda: F.scaled_dot_product_attention(q, k, v, **options),
     }
     if case.E <= MOST_BACK_END:
-        calls["own"] = own_kernels(case, *leaves)
-    if case.scores * case.dtype.itemsize <= MOST_SCORES:
-        calls["three_calls"] = naive(case, *leaves)[0]
+        calls["own"] = own_kernels(case, q, k, v, mask=mask)
+    if mask is None and case.scores * case.dtype.itemsize <= MOST_SCORES:
+        calls["three_calls"] = naive(case, q, k, v)[0]
     times = {name: attempt(partial(both_ways, call, leaves)) for name, call in calls.items()}
     log(f"{case.name} backward: {times}")
     own = times.pop("own", None)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BACKWARD", "BOOL_MASKS", "CASES", "MASKS", "MOST_BACK_END", "SETS", "SMALL", "Case", "choose"]
+__all__ = ["BACKWARD", "BIAS_GRADIENTS", "BOOL_MASKS", "CASES", "MASKS", "MOST_BACK_END", "SETS", "SMALL", "Case", "choose"]
 
 MASKS = {
     "pad": "bool (B, 1, 1, S): a tail of each sequence's keys is hidden",
@@ -99,6 +99,7 @@ CASES = [
     Case("vae512", 1, 1, 1, 4096, 4096, 512, FP16),
     Case("vae1024_f32", 1, 1, 1, 16384, 16384, 512, FP32),
     Case("kb97_f32", 8, 32, 32, 512, 512, 1024, FP32),
+    Case("kb97_f32_b32", 32, 32, 32, 512, 512, 1024, FP32),
     Case("d128_f32", 4, 16, 16, 2048, 2048, 128, FP32),
     Case("d64_f32", 4, 16, 16, 2048, 2048, 64, FP32),
     Case("d256", 1, 16, 16, 8192, 8192, 256, BF16),
@@ -117,12 +118,16 @@ BACKWARD = (
     "kb97_f32", "d128_f32", "d64_f32",
 )  # fmt: skip
 
+# Timed in the backward alone, with the gradient of the bias.
+BIAS_GRADIENTS = [Case(f"biasgrad{E}", 4, 16, 16, 2048, 2048, E, BF16, mask="headbias") for E in (320, 512, 768, 1024)]
+
 SETS = {
     "class1024": [case.name for case in CASES if 512 < case.E <= 1024 and case.dtype != FP32],
     "class512": [case.name for case in CASES if 256 < case.E <= 512 and case.dtype != FP32 and not case.cold_l2],
     "class256": [case.name for case in CASES if case.E <= 256 and case.dtype != FP32 and not case.cold_l2],
     "float32": [case.name for case in CASES if case.dtype == FP32],
     "decode": [case.name for case in CASES if case.cold_l2],
+    "biasgrad": [case.name for case in BIAS_GRADIENTS],
 }
 
 SMALL = [
@@ -134,9 +139,10 @@ SMALL = [
 
 
 def choose(names: list[str]) -> list[Case]:
-    """The cases of these names and sets, in the order of CASES."""
+    """The cases of these names and sets, in the order of CASES and BIAS_GRADIENTS."""
     wanted = {name for given in names for name in SETS.get(given, [given])}
-    unknown = wanted - {case.name for case in CASES}
+    known = [*CASES, *BIAS_GRADIENTS]
+    unknown = wanted - {case.name for case in known}
     if unknown:
         raise SystemExit(f"no case or set is called {', '.join(sorted(unknown))}; the sets are {', '.join(SETS)}")
-    return [case for case in CASES if case.name in wanted]
+    return [case for case in known if case.name in wanted]

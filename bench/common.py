@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from cases import Case
@@ -21,6 +21,7 @@ import error_rule
 
 __all__ = [
     "Sample",
+    "at_peak",
     "attempt",
     "error_rule",
     "extra_memory",
@@ -37,6 +38,7 @@ __all__ = [
 DEVICE = torch.device("cuda")
 REST = 0.25  # seconds
 TURNS, TURN_MS, MOST_CALLS, MOST_MS = 3, 6.0, 50, 36.0
+T = TypeVar("T")
 ERRORS = ("max_abs_error", "relative_frobenius_error")
 
 
@@ -146,15 +148,21 @@ def own_kernels(case: Case, *operands: Tensor, mask: Tensor | None = None, **opt
     return lambda: forward(*operands, mask, None, 0.0, case.causal, enable_gqa=case.Hk != case.Hq, **options)[0]
 
 
-def extra_memory(call: Callable[[], Tensor]) -> int:
-    """Bytes beyond the result that a call takes from torch's allocator at its peak."""
+def at_peak(call: Callable[[], T]) -> tuple[int, T]:
+    """Bytes beyond what is there before that a call takes from torch's allocator at its peak, its result among them; the result."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = call()
+    result = call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before - out.nbytes
+    return torch.cuda.max_memory_allocated() - before, result
+
+
+def extra_memory(call: Callable[[], Tensor]) -> int:
+    """The same without the result."""
+    taken, out = at_peak(call)
+    return taken - out.nbytes
 
 
 class Sample:

@@ -1,11 +1,11 @@
-"""The pipelines from within: time of each stage beside its bounds, by workspace, and extra memory at long sequences."""
+"""The pipelines from within: time of each stage beside its bounds, and by workspace."""
 
 from functools import partial
 from typing import Any
 
 import torch
 from cases import Case
-from common import DEVICE, extra_memory, log, own_kernels, time_ms
+from common import DEVICE, time_ms
 
 OPS = torch.ops.attention_ext
 STAGES = {  # the three kernels of a pipeline: what their names hold in csrc/ and in a profile
@@ -54,29 +54,3 @@ def workspaces(case: Case) -> dict[str, float]:
     sizes = (16, 32, 64, 128, 256)
     pipeline = partial(OPS.sdpa_forward, q, k, v, None, None, 0.0, False, kernel_name="pipeline")
     return {str(mib): time_ms(partial(pipeline, workspace_bytes=mib << 20)) for mib in sizes}
-
-
-def long_sequences() -> dict[str, Any]:
-    """Extra memory at S = 100,000, forward and backward."""
-    out = {}
-    for E in (64, 512, 1024):
-        q = torch.randn(1, 1, 100_000, E, device=DEVICE, dtype=torch.bfloat16)
-        k, v = torch.randn_like(q), torch.randn_like(q)
-        case = Case("", 1, 1, 1, 100_000, 100_000, E, torch.bfloat16)
-        forward = extra_memory(own_kernels(case, q, k, v))
-        pipeline = extra_memory(own_kernels(case, q, k, v, kernel_name="pipeline"))
-        result, lse = OPS.sdpa_forward(q, k, v, None, None, 0.0, False)
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        grads = OPS.sdpa_backward(result, None, q, k, v, None, result, lse, None, 0.0, False)
-        torch.cuda.synchronize()
-        extra = torch.cuda.max_memory_allocated() - before - sum(grad.nbytes for grad in grads)
-        out[f"E={E}"] = {
-            "forward_extra_bytes": forward,
-            "pipeline_forward_extra_bytes": pipeline,
-            "backward_extra_bytes": extra,
-        }
-        log(f"S = 100000, E = {E}: extra MiB {', '.join(f'{name} {b / 2**20:.1f}' for name, b in out[f'E={E}'].items())}")
-    return out

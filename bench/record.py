@@ -3,10 +3,11 @@
 Where a part fails, what was measured before it is printed, with what happened under "failed"; the exit code is 1.
 
 One process, one card, ours and PyTorch's in turn: ceilings, forward cases with errors and extra memory beside PyTorch's back ends
-and the formula in three calls, the pipelines' stages, the error rule over head dims and dtypes, memory at long sequences. Ours is
-sdpa; up to head dim 256, where it may run PyTorch's back ends, "NAME own" is the same case by this package's own kernels.
+and the formula in three calls, the pipelines' stages, the error rule over head dims and dtypes, memory at long sequences and of a
+forward and its backward, gradients. Ours is sdpa; up to head dim 256, where it may run PyTorch's back ends, "NAME own" is the same
+case by this package's own kernels.
 
-    --cases NAME...  names or sets (class512, class1024, class256, float32, decode) of bench/cases.py, lin84 of
+    --cases NAME...  names or sets (class512, class1024, class256, float32, decode, biasgrad) of bench/cases.py, lin84 of
                      bench/linear_cases.py (a linear layer, in training, evaluation and its product alone), all by default
     --quick          forward cases only: ours, PyTorch's default, the three calls without a compiler; no error rule
     --peers          FFPA's figures too, where ffpa_attn can be imported (bench/peers.py)
@@ -22,11 +23,12 @@ from typing import Any
 
 import backward
 import linear_cases
+import memory
 import peers
 import pipelines
 import torch
 import torch.nn.functional as F
-from cases import BACKWARD, CASES, MOST_BACK_END, Case, choose
+from cases import BACKWARD, BIAS_GRADIENTS, CASES, MOST_BACK_END, SETS, Case, choose
 from common import DEVICE, Sample, attempt, extra_memory, log, naive, own_kernels, three_calls, time_ms, within_rule
 from errors import error_table
 from torch import Tensor
@@ -155,7 +157,8 @@ def fill(
         record["ceilings"] = ceilings()
         log(f"ceilings: {record['ceilings']}")
         for case in cases.values():
-            record["forward"] |= forward_case(case, record["ceilings"], quick)
+            if case.mask is None:
+                record["forward"] |= forward_case(case, record["ceilings"], quick)
         if "kb97" in cases and not quick:
             for kernel, key in (("pipeline", "stages"), ("sm90_pipeline", "stages_sm90_pipeline")):
                 if kernel in ("pipeline", record["forward"]["kb97"].get("kernel")):
@@ -165,9 +168,10 @@ def fill(
     if not quick:
         record["error_rule"] = error_table()
         with torch.no_grad():
-            record["long_sequences"] = pipelines.long_sequences()
+            record["long_sequences"] = memory.long_sequences()
+        record["peaks"] = {name: memory.peaks(cases[name]) for name in memory.PEAKS if name in cases}
         record["backward"] = {}
-        for name in BACKWARD:
+        for name in (*BACKWARD, *SETS["biasgrad"]):
             record["backward"] |= backward.measure(cases[name]) if name in cases else {}
     record["linear"] = {}
     with torch.no_grad():
@@ -180,7 +184,7 @@ def fill(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = [case.name for case in (*CASES, *linear_cases.LINEAR_CASES)]
+    names = [case.name for case in (*CASES, *BIAS_GRADIENTS, *linear_cases.LINEAR_CASES)]
     parser.add_argument("--cases", nargs="*", default=names)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--peers", action="store_true")

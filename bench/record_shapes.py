@@ -46,10 +46,17 @@ class Captured:
         self.capture(call, max(1, min(MOST_CALLS, math.ceil(LEAST_MS / max(statistics.median(self.times()), 1e-3)))))
 
     def capture(self, call: Callable[[], Any], count: int) -> None:
+        """On the current stream, if that is not the default one, which cannot be captured."""
         self.count, self.graph = count, torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for _ in range(count):
-                self.out = call()
+        here = torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(self.graph, stream=None if here == torch.cuda.default_stream() else here):
+                for _ in range(count):
+                    self.out = call()
+        except Exception:
+            with contextlib.suppress(Exception):  # a capture that failed leaves its stream behind
+                torch.cuda.set_stream(here)
+            raise
         self.graph.replay()
         torch.cuda.synchronize()
 
@@ -95,8 +102,6 @@ def measure(shape: Case) -> dict[str, Any]:
             errors[who] = sample.errors(captured[who].out)
         except Exception as error:
             row[f"{who}_failed"] = first_line(error)
-            with contextlib.suppress(Exception):  # a capture that failed leaves its stream behind
-                torch.cuda.set_stream(torch.cuda.default_stream())
     if len(errors) == 2:  # the other turns, if both ran
         for _ in range(1, TURNS):
             for who, call in captured.items():
@@ -134,8 +139,6 @@ def measure_gradients(shape: Case) -> dict[str, Any]:
                 row["finite"] = all(bool(t.isfinite().all()) for t in call.out)
         except Exception as error:
             row[f"{who}_failed"] = first_line(error)
-            with contextlib.suppress(Exception):
-                torch.cuda.set_stream(torch.cuda.default_stream())
     return row | ({"ratio": row["torch_ms"] / row["ms"]} if {"ms", "torch_ms"} <= row.keys() else {})
 
 
@@ -162,7 +165,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def worker(name: str, start: int) -> int:
     """Prints a line of JSON for each shape from `start` on; ends early, with 3, when the device is lost."""
     of_gradients = name == "gradients"
-    with torch.set_grad_enabled(of_gradients):
+    # A backward runs on the stream of its forward, and only a stream other than the default one can be captured.
+    own_stream = torch.cuda.stream(torch.cuda.Stream()) if of_gradients else contextlib.nullcontext()
+    with torch.set_grad_enabled(of_gradients), own_stream:
         for shape in SHAPES[name][start:]:
             print(json.dumps((measure_gradients if of_gradients else measure)(shape)), flush=True)
             try:

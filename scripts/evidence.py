@@ -23,7 +23,7 @@ def outcome(cases: list[ET.Element]) -> dict[str, Any]:
     kinds = ("failure", "error", "skipped")
     failures, errors, skipped = ([case for case in cases if case.find(kind) is not None] for kind in kinds)
     others = [case for case in cases if case not in skipped]
-    reasons = Counter(skip.get("message", "no reason") for case in skipped for skip in case.iterfind("skipped"))
+    reasons = Counter(reason(skip) for case in skipped for skip in case.iterfind("skipped"))
     baselines = [(case, found.get("value")) for case in cases for found in case.iterfind("properties/property[@name='baseline']")]
     return {
         "tests": len(cases),
@@ -36,6 +36,12 @@ def outcome(cases: list[ET.Element]) -> dict[str, Any]:
         "baselines": {kind: sum(name == kind for _, name in baselines) for kind in BASELINES},
         "other_baselines": ids([case for case, name in baselines if name != "default"]),
     }
+
+
+def reason(skip: ET.Element) -> str:
+    """Of a module that was skipped whole it stands in the text: ('FILE', LINE, 'Skipped: REASON')."""
+    whole = re.search(r"Skipped: (.*).\)$", skip.text or "", re.DOTALL)
+    return whole[1] if whole else skip.get("message", "no reason")
 
 
 def module_of(case: ET.Element) -> str:
@@ -52,19 +58,22 @@ def shapes_sound(record: dict[str, Any]) -> bool:
     """Every shape ran, without a NaN, within the error rule. How fast is another matter: the summary says it."""
     kinds = ("ours_failed", "not_finite", "outside_rule")
     summaries = record.get("shapes_summary", {}).values()
-    return "shapes_failed" not in record and all(not summary[kind] for summary in summaries for kind in kinds)
+    return not record.get("shapes_failed") and all(not summary[kind] for summary in summaries for kind in kinds)
 
 
 def parts_sound(record: dict[str, Any]) -> bool:
     """What ran of the parts came to its end, and no call of ours failed. How fast, and what an option costs, is another matter."""
     rows = [row for name in ("everyday", "variants") for row in record.get(name, {}).get("rows", ())]
     failed = any("ours_failed" in row or "not_available" in row for row in rows)
-    return not failed and not any(f"{name}_failed" in record for name in PARTS)
+    return not failed and not any(record.get(f"{name}_failed") for name in PARTS)
 
 
-def left_out(record: dict[str, Any]) -> int:
-    """How many calls of the parts were not begun within their time limits."""
-    return sum(record.get(name, {}).get("left_out", 0) for name in ("everyday", "variants"))
+def lacking(record: dict[str, Any], lists: Sequence[str]) -> list[str]:
+    """Which of these lists of shapes, and which parts, are not in the record; parts of which calls were not begun in time."""
+    absent = [name for name in lists if name not in record.get("shapes_summary", {})]
+    absent += [part for part in PARTS if part not in record]
+    left_out = {name: record.get(name, {}).get("left_out", 0) for name in ("everyday", "variants")}
+    return absent + [f"{count} calls of {name}" for name, count in left_out.items() if count]
 
 
 def forward_sound(record: dict[str, Any]) -> bool:

@@ -12,7 +12,7 @@ from evidence import SHORT_COPY, unwritten_reads
 __all__ = ["SANITIZERS", "log", "run", "run_sanitizer"]
 
 ROOT = Path(__file__).resolve().parent.parent
-LONGEST = 1800  # seconds of anything that is not timed
+LONGEST = 480  # seconds of anything that is not timed, three times what it takes: a lent machine may give a command ten minutes
 OURS = ["--kernel-name", "kernel_substring=attention_ext", "--error-exitcode", "9"]
 SANITIZERS = {  # tool -> options
     "memcheck": OURS,
@@ -43,9 +43,11 @@ def run_sanitizer(tool: str, script: list[str], good: str, env: dict[str, str]) 
 
 
 def run(command: list[str], env: dict[str, str]) -> tuple[int, str, str]:
-    """Exit code and what was printed; 124 after half an hour."""
+    """Exit code and what was printed; 124 after LONGEST seconds, 127 where there is no such program."""
     try:
         done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=False, timeout=LONGEST)
     except subprocess.TimeoutExpired:
         return 124, "", f"{command} did not finish in {LONGEST} s"
+    except FileNotFoundError as error:
+        return 127, "", str(error)
     return done.returncode, done.stdout, done.stderr

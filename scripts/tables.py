@@ -120,7 +120,17 @@ def backward_table(record: dict[str, Any]) -> list[str]:
         memory.append(f"{size} {extra}")
     if memory:
         lines += ["", f"Extra memory of one head with L = S = 100,000 in bfloat16, MiB: {'; '.join(memory)}."]
+    for name, peaks in record.get("peaks", {}).items():
+        lines += ["", f"Memory at the peak of {name}, with operands, result and gradients, MiB: {peaks_text(peaks)}."]
     return lines
+
+
+def peaks_text(peaks: dict[str, dict[str, Any]]) -> str:
+    texts = []
+    for call, who in (("attention_ext", "ours"), ("torch_efficient", "PyTorch's memory-efficient operator")):
+        both = [f"{way.removesuffix('_bytes')} {b / 2**20:.0f}" for way, b in peaks[call].items() if way != "not_available"]
+        texts.append(f"{who} {', '.join(both) or peaks[call]['not_available']}")
+    return "; ".join(texts)
 
 
 def linear_table(record: dict[str, Any]) -> list[str]:

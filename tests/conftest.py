@@ -10,7 +10,12 @@ import pytest
 from pairs import every_pair
 
 CORES = len(os.sched_getaffinity(0))
-ONE_PROCESS = ("test_large.py",)  # its tests take too much memory to run side by side
+ONE_PROCESS = (  # files and tests whose cases stay together: too much memory to run side by side, or one fixture that takes long
+    "test_large.py",
+    "test_packaging.py",
+    *("test_dtensor.py::test_on_two_ranks", "test_two_devices_sharding.py"),
+    *("test_parallel.py::test_as_in_one_process", "test_two_devices_parallel.py"),
+)
 MOST_WORKERS = 10  # of pytest-xdist: so many are known to fit into one GPU's 80 GB
 workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 if workers > 1:  # a share of the cores for each and for what it starts; torch reads this when it is imported
@@ -24,7 +29,8 @@ from known_calls import counted_anew, forget  # noqa: E402
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--whole", action="store_true", help="every combination of a test's parameters, not just every pair of values")
-    parser.addoption("--share", default="0/1", help="i/n: of the selected tests numbers i, i + n, ... (processes side by side)")
+    share = "i/n: of the selected tests numbers i, i + n, ..., what is in ONE_PROCESS as one (processes side by side)"
+    parser.addoption("--share", default="0/1", help=share)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -42,17 +48,22 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Of -n without --dist: test by test to whichever process is free, a file of ONE_PROCESS to one."""
+    """Of -n without --dist: test by test to whichever process is free, what is in ONE_PROCESS to one."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if Path(file).name in ONE_PROCESS else nodeid
+            return together(nodeid)
 
     return Scheduling(config, log)
+
+
+def together(nodeid: str) -> str:
+    """The same for cases that one process is to run."""
+    test = nodeid.partition("[")[0]
+    return next((scope for scope in (test.partition("::")[0], test) if Path(scope).name in ONE_PROCESS), nodeid)
 
 
 def runs_whole(config: pytest.Config) -> bool:
@@ -72,7 +83,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         keep(config, items, every_pair(items))
     first, step = map(int, config.getoption("--share").split("/"))
     if step > 1:
-        keep(config, items, items[first::step])
+        order = list(dict.fromkeys(together(item.nodeid) for item in items))
+        mine = set(order[first::step])
+        keep(config, items, [item for item in items if together(item.nodeid) in mine])
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -56,7 +56,8 @@ class Problem:
         tail = 1 if leading else 0  # rank 2 has no head dim
         batch = leading[: len(leading) - tail]
         self.query = query.expand(*leading, *query.shape[-2:]).to(self.acc)
-        self.key, self.value = (t.expand(*batch, *t.shape[t.dim() - 2 - tail :]).to(self.acc) for t in (key, value))
+        with_heads = [t[None] if t.dim() < 2 + tail else t for t in (key, value)]  # rank 2: one head for all
+        self.key, self.value = (t.expand(*batch, *t.shape[t.dim() - 2 - tail :]).to(self.acc) for t in with_heads)
         self.seed = int(seed) if seed is not None and self.dropout_p > 0.0 else 0
         self.scale = call.factor
         self.unseen: Tensor | None = None

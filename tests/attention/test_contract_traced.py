@@ -110,6 +110,7 @@ def test_eager(kernel: Kernel, dtype: torch.dtype, name: str) -> None:
         close(got, exact, (64 if name == "long logits" else 8) * eps * among)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_compiled(device: str, name: str, dtype: torch.dtype) -> None:
@@ -186,17 +187,16 @@ def compile_ahead_of_time(model: type[torch.nn.Module], device: str, package: st
 
 @pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="AOTInductor needs a C++ compiler")
 def test_aot_inductor(device: str, tmp_path: Path) -> None:
-    """In a process of its own, as what goes wrong in loaded code takes the process with it; beside it the control."""
+    """In a process of its own, as what goes wrong in loaded code takes the process with it; the control where it does."""
 
-    def run_ahead(model: str) -> subprocess.Popen[str]:
+    def run_ahead(model: str) -> subprocess.CompletedProcess[str]:
         code = (
             f"import test_contract_traced as t; t.compile_ahead_of_time(t.{model}, {device!r}, {str(tmp_path / model)!r} + '.pt2')"
         )
         env = importing(Path(__file__).parent)
-        return subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
 
-    both, plain = run_ahead("Both"), run_ahead("Plain")
-    (_, errors), _ = both.communicate(), plain.communicate()
-    if both.returncode < 0 and plain.returncode < 0:
+    both = run_ahead("Both")
+    if both.returncode < 0 and run_ahead("Plain").returncode < 0:
         pytest.skip("AOTInductor ends in a signal here for a model without this package's operators, too")
-    assert both.returncode == 0, errors[-3000:]
+    assert both.returncode == 0, both.stderr[-3000:]

@@ -154,6 +154,7 @@ def test_as_right_as_pytorch(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int
     error_rule.settle(trial)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(("kernel", "dtype", "E", "Ev"), with_contract_dims())
 def test_nothing_after_the_length_shows(kernel: Kernel, dtype: torch.dtype, E: int, Ev: int, name: str, poison_all: None) -> None:

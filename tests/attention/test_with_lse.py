@@ -27,6 +27,14 @@ def test_both_results(device: str, kind: str, dtype: torch.dtype, poison: None) 
         assert (lse[..., 2] == NEG_INF).all() and (out[..., 2, :] == 0).all()
 
 
+@pytest.mark.parametrize("lower", [(1,), (2,), (1, 2)], ids=["key", "value", "both"])
+def test_operands_of_rank_2_next_to_heads(device: str, lower: tuple[int, ...], poison: None) -> None:
+    """One key or value for all batch rows and heads."""
+    q, k, v = (t[0, 0] if n in lower else t for n, t in enumerate(qkv(L=5, S=7, device=device)))
+    out, _ = compare(q, k, v, op=lambda *tensors, **rest: sdpa_with_lse(*tensors, **rest)[0])
+    close(sdpa_forward(q, k, v, None, None, 0.0, False)[0], out.double())  # to this one the operands come as they are
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("which", ["both", "lse"])

@@ -51,6 +51,7 @@ def layers(device: str, dtype: torch.dtype = torch.float32) -> dict[str, Layer]:
     }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", products("cpu"))
 def test_opcheck_linear_float32(device: str, name: str, grad: bool) -> None:
@@ -58,6 +59,7 @@ def test_opcheck_linear_float32(device: str, name: str, grad: bool) -> None:
     torch.library.opcheck(linear_float32.default, tuple(leaves(*args)) if grad else args)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("name", layers("cpu"))

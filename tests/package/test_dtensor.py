@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ if not torch.distributed.is_available():
 
 import ranks
 import sharding_checks
-from processes import python
+from processes import python_after_torch
 
 from attention_ext._after_import import after_import
 
@@ -50,7 +49,8 @@ dist.destroy_process_group()
 ])  # fmt: skip
 def test_registered_whichever_is_imported_first(first: str, second: str) -> None:
     code = f"""
-import sys, torch
+import sys, torch, warnings
+warnings.simplefilter("error")
 import {first}
 alone = not ("attention_ext" in sys.modules and "torch.distributed.tensor" in sys.modules)
 import {second}
@@ -58,8 +58,7 @@ clean = all(getattr(finder, "name", "") != "torch.distributed.tensor" for finder
 {CALLS}
 print(alone, clean, *made)
 """
-    paths = os.pathsep.join(filter(None, sys.path))
-    printed = python(code, options=("-W", "error"), timeout=240, PYTHONPATH=paths)
+    printed = python_after_torch(code)
     assert printed.splitlines()[-1] == "True True S(0) S(0)"  # 2.10's gloo prints as well
 
 

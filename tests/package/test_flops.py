@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from helpers import normal, qkv
 from paths import ROOT
-from processes import python
+from processes import python_after_torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -169,4 +169,4 @@ with flop_counter.FlopCounterMode(display=False) as mode:
 assert type(flop_counter.__loader__) is type(flop_counter.__spec__.loader) is type(torch.utils.__loader__)
 print(mode.get_total_flops())
 """
-    assert python(code, cwd=ROOT) == str(2 * 6 * 8 * 4)
+    assert python_after_torch(code, cwd=ROOT) == str(2 * 6 * 8 * 4)

@@ -14,7 +14,7 @@ import torch
 from helpers import normal, qkv
 from nn_pairs import SCALES, SWITCHES, check_buffers, pair
 from paths import ROOT
-from processes import python
+from processes import python_after_torch
 from torch import Tensor, fx, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -152,8 +152,8 @@ def test_the_module(device: str, switch: str, scale: str, alone: bool, training:
 def test_a_stored_graph_imports_the_package(tmp_path: Path, function: Callable[..., Any]) -> None:
     path = tmp_path / "traced.pkl"
     path.write_bytes(pickle.dumps(fx.symbolic_trace(function)))
-    code = f"import pickle, sys; pickle.load(open({str(path)!r}, 'rb')); print('attention_ext' in sys.modules)"
-    assert python(code, cwd=ROOT) == "True"
+    code = f"import pickle, sys, torch; pickle.load(open({str(path)!r}, 'rb')); print('attention_ext' in sys.modules)"
+    assert python_after_torch(code, cwd=ROOT) == "True"
 
 
 class Default(Tensor):

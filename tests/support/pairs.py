@@ -1,4 +1,7 @@
-"""The default set of tests: of each test, cases that show every pair of values of two of its parameters."""
+"""The default set of tests: of each test, cases that show every pair of values of two of its parameters.
+
+Of a test marked each_value they show every value: its parameters hardly act on each other, or a case takes long.
+"""
 
 from __future__ import annotations
 
@@ -17,25 +20,30 @@ def _key(value: object) -> Hashable:
     return type(value), value
 
 
-def cover(cases: Sequence[Mapping[str, object]]) -> list[int]:
+def cover(cases: Sequence[Mapping[str, object]], at_once: int = 2) -> list[int]:
     """Which of the cases, each {parameter: value}, show every pair of values of two parameters that any of them shows.
 
     Again and again the case with the most new pairs, of these the one with the rarest, of these the first. Of one parameter every
-    value is kept.
+    value is kept. at_once: how many parameters are looked at together; 1 for every value instead of every pair.
     """
     numbers: dict[Hashable, int] = {}
-    pairs = []
+    pairs: list[list[int]] = []
     for case in cases:
         values = [(name, _key(value)) for name, value in case.items()]
-        pairs.append({numbers.setdefault(pair, len(numbers)) for pair in combinations(values, min(2, len(values)))})
-    missing, seen = set(numbers.values()), Counter[int]()
+        pairs.append([numbers.setdefault(pair, len(numbers)) for pair in combinations(values, min(at_once, len(values)))])
+    shown = [sum(1 << pair for pair in of_case) for of_case in pairs]  # sets as bits
+    missing, seen = (1 << len(numbers)) - 1, Counter[int]()
     kept: list[int] = []
     rest = list(range(len(cases)))
     while missing:
-        best = max(rest, key=lambda i: (len(pairs[i] & missing), -sum(seen[pair] for pair in pairs[i])))
-        rest.remove(best)
+        new = [(shown[i] & missing).bit_count() for i in rest]
+        most = max(new)
+        best = max(
+            (i for i, count in zip(rest, new, strict=True) if count == most), key=lambda i: -sum(seen[pair] for pair in pairs[i])
+        )
+        rest = [i for i, count in zip(rest, new, strict=True) if count and i != best]
         kept.append(best)
-        missing -= pairs[best]
+        missing &= ~shown[best]
         seen.update(pairs[best])
     return sorted(kept)
 
@@ -48,5 +56,6 @@ def every_pair(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     kept: list[int] = []
     for cases in tests.values():
         params = [items[number].callspec.params if hasattr(items[number], "callspec") else {} for number in cases]
-        kept += [cases[i] for i in cover(params)]
+        at_once = 1 if items[cases[0]].get_closest_marker("each_value") else 2
+        kept += [cases[i] for i in cover(params, at_once)]
     return [items[number] for number in sorted(kept)]

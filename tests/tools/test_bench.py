@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import math
 import subprocess
+from types import SimpleNamespace
 from typing import Any
 
 import cases
 import common
 import evidence
+import memory
 import peers
 import pytest
 import record_shapes
@@ -18,6 +21,7 @@ import torch
 import torch.nn.functional as F
 import training
 from cases import CASES, MASKS, SETS, Case
+from choice import planned
 from shapes import SHAPES
 
 
@@ -58,13 +62,15 @@ def test_shapes_are_cheap_for_pytorch() -> None:
 
 
 def test_cases() -> None:
-    names = [case.name for case in CASES]
+    names = [case.name for case in (*CASES, *cases.BIAS_GRADIENTS)]
     assert len(names) == len(set(names)) and sorted(name for kind in SETS.values() for name in kind) == sorted(names)
     assert [case.name for case in cases.choose(["decode", "kb97", "class512", "g512"])] == [
         name for name in names if name in {"kb97", *SETS["class512"], *SETS["decode"]}
     ]
     assert set(cases.BACKWARD) <= set(names) and {"d64", "d128c", "d256c", "g512c"} <= set(cases.BACKWARD)
     assert cases.choose([]) == [] and all(case.cold_l2 == (case.L == 1) for case in CASES)
+    assert [case.E for case in cases.choose(["biasgrad"])] == [320, 512, 768, 1024]
+    assert all(case.mask is None for case in CASES) and set(memory.PEAKS) <= set(names)
     with pytest.raises(SystemExit, match="no_such"):
         cases.choose(["no_such"])
 
@@ -122,7 +128,6 @@ def measured(monkeypatch: pytest.MonkeyPatch, **operators: Any) -> dict[str, Any
     monkeypatch.setattr(record_shapes, "DEVICE", "cpu")
     for name, operator in operators.items():
         monkeypatch.setitem(record_shapes.OPERATORS, name, operator)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
     return record_shapes.measure(small(mask="pad"))
 
 
@@ -164,6 +169,45 @@ def test_a_shape_that_goes_wrong(monkeypatch: pytest.MonkeyPatch, operators: dic
     assert sound == (bad == {"torch_failed"})
 
 
+def test_gradients_of_shapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The worker's lines, one a shape: ours next to PyTorch's, the same gradients, on a stream of its own."""
+    streams: list[str] = []
+
+    class Stream(contextlib.nullcontext):
+        def __enter__(self) -> None:
+            streams.append("entered")
+
+    results: list[tuple[torch.Tensor, ...]] = []
+
+    class Kept(Eager):
+        def __init__(self, call: Any) -> None:
+            assert streams == ["entered"]
+            super().__init__(call)
+            results.append(self.out)
+
+    card = SimpleNamespace(major=9, minor=0, multi_processor_count=132)
+    shapes = [small(**kind) for kind in [*KINDS, *({"mask": mask} for mask in MASKS)]]
+    monkeypatch.setitem(SHAPES, "gradients", shapes)
+    monkeypatch.setattr(record_shapes, "Captured", Kept)
+    monkeypatch.setattr(record_shapes, "DEVICE", "cpu")
+    for name, value in {"get_device_properties": card, "Stream": None, "stream": Stream(), "synchronize": None}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    assert record_shapes.worker("gradients", 1) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len(rows) == len(shapes) - 1 and all(row["ratio"] == 1.0 and row["finite"] and row["kernel"] for row in rows), rows
+    for ours, theirs in zip(results[::2], results[1::2], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    assert record_shapes.summary(rows)["compared"] == len(rows) and evidence.shapes_sound(
+        {"shapes_summary": {"gradients": record_shapes.summary(rows)}}
+    )
+
+
+def test_the_plan_takes_every_shape_of_the_gradients() -> None:
+    shapes = SHAPES["gradients"]
+    assert len(set(shapes)) == 60 and set(shapes) <= {*SHAPES["class512"], *SHAPES["class1024"]}
+    assert all(planned(shape, table="backward").kernel for shape in shapes)
+
+
 def test_a_lost_device_costs_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     starts = []
 
@@ -180,10 +224,13 @@ def test_a_lost_device_costs_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-def test_a_shape_under_a_graph() -> None:
-    with torch.no_grad():
-        row = record_shapes.measure(Case("graph", 1, 2, 2, 65, 80, 264, torch.bfloat16, mask="bias"))
-    assert row["ms"] > 0 and row["calls"] > 1 and row["within_rule"], row
+@pytest.mark.parametrize("name", ["class512", "gradients"])
+def test_a_shape_under_a_graph(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(SHAPES, name, [Case("graph", 1, 2, 2, 65, 80, 264, torch.bfloat16, mask="bias")])
+    assert record_shapes.worker(name, 0) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["ms"] > 0 and row["torch_ms"] > 0 and row["finite"] and row["kernel"], row
+    assert name == "gradients" or (row["calls"] > 1 and row["within_rule"]), row
 
 
 def test_peers_take_what_they_are_timed_on() -> None:

@@ -11,10 +11,12 @@ import backward
 import common
 import errors
 import evidence
+import memory
 import pipelines
 import pytest
 import record
 import torch
+import torch.nn.functional as F
 from cases import Case
 from loader import script
 from paths import CSRC
@@ -158,6 +160,65 @@ def test_errors_of_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         assert outside == set(expected) - set(errors.WHATS)
 
 
+def test_gradients_of_a_bias(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of query, key, value and the bias, the same by ours and by PyTorch's; the formula in three calls has no mask."""
+    grads: list[tuple[torch.Tensor, ...]] = []
+    monkeypatch.setattr(backward, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(backward, "time_ms", lambda call: grads.append(call()) or 2.0)
+    monkeypatch.setattr(torch, "randn_like", torch.ones_like)
+    case = Case("small", 2, 3, 3, 30, 48, 264, torch.float32, mask="headbias")
+    assert backward.measure(case) == {
+        "small": {"attention_ext": 2.0, "torch": 2.0, "both": {"attention_ext": 2.0, "torch": 2.0}, "tflops": 2.5 * case.flop / 2e9}
+    }
+    assert all([t.shape for t in of_call] == [(2, 3, 30, 264), *[(2, 3, 48, 264)] * 2, (1, 3, 30, 48)] for of_call in grads)
+    for ours, theirs in ((grads[0], grads[2]), (grads[1], grads[3])):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands, result and gradients count, what was there before does not; for a call that fails there is the reason."""
+    there, highest = 100, 0
+
+    def taken(tensors: Any, beside: int = 0) -> Any:
+        nonlocal there, highest
+        there += sum(t.nbytes for t in tensors)
+        highest = max(highest, there + beside)
+        return tensors
+
+    def operator(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        (out,) = taken([F.scaled_dot_product_attention(q, k, v, **options)], 7000)
+        return out
+
+    def reset() -> None:
+        nonlocal highest
+        highest = there
+
+    case = Case("small", 1, 2, 2, 16, 16, 8, torch.float32)
+    inputs, grad = case.inputs("cpu"), torch.autograd.grad
+    monkeypatch.setattr(Case, "inputs", lambda self, device: taken(inputs))
+    monkeypatch.setattr(torch.autograd, "grad", lambda *args: taken(grad(*args), 9000))
+    monkeypatch.setattr(memory, "DEVICE", torch.device("cpu"))
+    monkeypatch.setattr(memory, "OPS", SimpleNamespace(sdpa=operator))
+    for name in ("synchronize", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: there)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: highest)
+    found, one = memory.peaks(case), inputs[0].nbytes
+    assert found["attention_ext"] == {"forward_bytes": 4 * one + 7000, "backward_bytes": 7 * one + 9000}
+    assert list(found["torch_efficient"]) == ["not_available"], "no such back end on the CPU"
+    peaks = {
+        name: {"peaks": {"g512": row}}
+        for name, row in (("both", found | {"torch_efficient": found["attention_ext"]}), ("one", found))
+    }
+    sentences = {name: script("make_tables.py").TABLES["backward"](record)[-1] for name, record in peaks.items()}
+    ours = "ours forward 0, backward 0; PyTorch's memory-efficient operator"
+    assert (
+        sentences["both"] == f"Memory at the peak of g512, with operands, result and gradients, MiB: {ours} forward 0, backward 0."
+    )
+    assert f"{ours} {found['torch_efficient']['not_available']}." in sentences["one"]
+
+
 @pytest.mark.parametrize("lost", [None, "error_table", "stages", "peers"])
 def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lost: str | None) -> None:
     """What came before is printed, the linear cases behind all of attention's."""
@@ -169,7 +230,8 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsy
             "error_table": [{"within_rule": True}],
         },
         record.backward: {"measure": {"kb97": {"attention_ext": 1.0, "torch": 2.0}}},
-        pipelines: {"stages": {}, "workspaces": {}, "long_sequences": {}},
+        pipelines: {"stages": {}, "workspaces": {}},
+        memory: {"long_sequences": {}, "peaks": {"attention_ext": {}}},
     }
     for module, values in fakes.items():
         for name, value in values.items():
@@ -177,12 +239,13 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(record.linear_cases, "measure", lambda *_: {"within_rule": True})
     monkeypatch.setattr(record.peers, "measure", broken if lost == "peers" else lambda *_: {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
-    monkeypatch.setattr("sys.argv", ["record.py", "--cases", "kb97", "lin84", "--peers"])
+    monkeypatch.setattr("sys.argv", ["record.py", "--cases", "kb97", "g512", "biasgrad", "lin84", "--peers"])
     code = record.main()
     found = script("gpu_check").last_json(capsys.readouterr().out)
     assert code == int(lost is not None) and list(found["forward"]) == ["kb97"] and found["ceilings"] == {"x": 1.0}
     assert ("OutOfMemoryError" in found.get("failed", "")) == (lost is not None) and evidence.bench_sound(found) == (lost is None)
     assert ("stages_sm90_pipeline" in found) == (lost != "stages")
+    assert list(found.get("peaks", {})) == (["g512"] if lost in (None, "peers") else [])
     assert list(found.get("backward", {})) == (["kb97"] if lost in (None, "peers") else [])
     assert len(found.get("linear", {})) == (3 if lost in (None, "peers") else 0)
     assert not evidence.bench_sound({"bench_failed": True, "error_rule": []})

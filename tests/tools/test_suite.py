@@ -30,29 +30,44 @@ def test_three(a, b, c):
 @pytest.mark.parametrize("b", [0, 1])
 def test_devices(device, a, b): pass
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("a", "xyz")
+@pytest.mark.parametrize("b", range(5))
+def test_each_value(a, b): pass
+
 def test_plain(): pass
 
 def test_threads(record_property):
     record_property("threads", torch.get_num_threads())
+"""
+TOGETHER = """
+import os, pytest
+
+@pytest.mark.parametrize("i", ["a/b", "c", "d", "e"])
+def test_on_two_ranks(i, record_property):
+    record_property("process", os.environ.get("PYTEST_XDIST_WORKER"))
 """
 LARGE = """
 import os, pytest
 
 @pytest.mark.parametrize("i", range(6))
 def test_large(i, record_property):
-    record_property("process", os.environ["PYTEST_XDIST_WORKER"])
+    record_property("process", os.environ.get("PYTEST_XDIST_WORKER"))
 """
 THREE = {f"test_three[{c}-b{b}-{a}]" for a in ("low", "mid", "high") for b in range(3) for c in (0, 1)}
 OTHERS = {f"test_devices[{b}-{a}-{device}]" for b in (0, 1) for a in "xyz" for device in ("cpu", "cuda")}
 OTHERS |= {"test_plain", "test_threads"}
-WHOLE = THREE | OTHERS
+EACH_VALUE = {f"test_each_value[{b}-{a}]" for b in range(5) for a in "xyz"}
+LARGE_ONES = {f"test_large[{i}]" for i in range(6)}
+RANKS = {f"test_on_two_ranks[{i}]" for i in ("a/b", "c", "d", "e")}
+WHOLE = THREE | OTHERS | EACH_VALUE
 RUNS = {
-    "default": ["tests", "--ignore=tests/test_large.py"],
-    "whole": ["tests", "--ignore=tests/test_large.py", "--whole"],
+    "default": ["tests", "--ignore-glob=*/test_[ld]*.py"],
+    "whole": ["tests", "--ignore-glob=*/test_[ld]*.py", "--whole"],
     "file": ["tests/test_some.py"],
     "test": ["tests/test_some.py::test_three[1-b2-mid]"],
     "by keyword": ["tests", "-k", "test_three and mid and b2"],
-    "share": ["tests", "--ignore=tests/test_large.py", "--whole", "--share=1/3"],
+    **{f"share {i}": ["tests", "--whole", f"--share={i}/3"] for i in range(3)},
 }
 
 
@@ -62,6 +77,7 @@ def run(folder: Path, calls: list[list[str]]) -> list[list[ET.Element]]:
     tests.mkdir()
     (tests / "test_some.py").write_text(SOME)
     (tests / "test_large.py").write_text(LARGE)
+    (tests / "test_dtensor.py").write_text(TOGETHER)
     shutil.copy(ROOT / "tests" / "conftest.py", tests)
     common = ["-q", "-p", "no:cacheprovider", "-c", str(ROOT / "pyproject.toml"), f"--rootdir={folder}"]
     calls = [[*common, f"--junitxml={number}.xml", *call] for number, call in enumerate(calls)]
@@ -82,7 +98,14 @@ def test_what_runs(tmp_path: Path) -> None:
     assert names["whole"] == names["file"] == WHOLE and names["test"] == {"test_three[1-b2-mid]"}
     assert names["default"] >= OTHERS and 9 <= len(names["default"] & THREE) < 18
     assert names["by keyword"] == {"test_three[0-b2-mid]", "test_three[1-b2-mid]"}
-    assert len(names["share"]) == len(range(1, len(WHOLE), 3))
+    each = [name.split("[")[1] for name in names["default"] & EACH_VALUE]
+    assert len(each) == 5 and {name[0] for name in each} == set("01234") and {name[2] for name in each} == set("xyz")
+    shares = [names[f"share {i}"] for i in range(3)]
+    everything = WHOLE | LARGE_ONES | RANKS
+    assert sum(map(len, shares)) == len(everything) and set().union(*shares) == everything
+    assert all(abs(len(share & WHOLE) - len(WHOLE) / 3) <= 1 for share in shares)
+    for one in (LARGE_ONES, RANKS):
+        assert sorted(len(share & one) for share in shares) == [0, 0, len(one)]
     taken = properties(cases["whole"], "baseline")
     assert all(taken[name] == ([["default"], ["math"]]["[1-" in name] if name in THREE else []) for name in WHOLE)
 
@@ -91,10 +114,9 @@ def test_what_runs(tmp_path: Path) -> None:
 def test_processes_side_by_side(tmp_path: Path) -> None:
     """The same tests, those of much memory in one process, and no more threads than cores."""
     (cases,) = run(tmp_path, [["tests", "--whole", "-n", "2"]])
-    large = [f"test_large[{i}]" for i in range(6)]
-    assert {case.get("name") for case in cases} == WHOLE | set(large)
+    assert {case.get("name") for case in cases} == WHOLE | LARGE_ONES | RANKS
     processes, threads = properties(cases, "process"), properties(cases, "threads")
-    assert all(processes[name] == processes[large[0]] for name in large)
+    assert all(len({tuple(processes[name]) for name in one}) == 1 for one in (LARGE_ONES, RANKS))
     assert threads["test_threads"] == [str(max(1, len(os.sched_getaffinity(0)) // 2))]
 
 
