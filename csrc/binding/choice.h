@@ -46,7 +46,8 @@ inline void group_heads_of_one_key(ForwardParams& params, int64_t heads) {
   MatrixView &key = params.key, &value = params.value;
   const bool one_key = key.group == 1 && value.group == 1 && key.batch_stride[last] == 0 && value.batch_stride[last] == 0;
   const bool fits = params.query.batch_stride[last] > 0 && params.batch.count < kTensorMapBatchDims;
-  if (element_bytes(params.type) == 2 && one_key && fits && keys_split(params.L, params.S, heads)) {
+  const int64_t most_rows = most_split_rows(params.E, params.Ev);
+  if (element_bytes(params.type) == 2 && one_key && fits && keys_split(params.L, params.S, heads, most_rows)) {
     key.group = value.group = static_cast<int32_t>(heads);
   }
 }

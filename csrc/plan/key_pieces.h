@@ -10,7 +10,9 @@
 
 namespace attention_ext {
 
-constexpr int kSplitRows = 64;        // of a group at most, one warpgroup's: more are much to leave
+constexpr int kSplitRows = 64;      // of a group at most, one warpgroup's: more are much to leave
+constexpr int kWideSplitRows = 32;  // the same of sm90_512 and sm90_1024, whose rows leave more
+constexpr int64_t most_split_rows(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 256 ? kSplitRows : kWideSplitRows; }
 constexpr int64_t kSplitKeys = 512;   // at most these are not split
 constexpr int64_t kMostPieces = 256;  // a thread of the combining kernel each
 
@@ -20,8 +22,8 @@ struct KeySplit {
 };
 constexpr KeySplit kNotSplit = {1, 0};
 
-constexpr bool keys_split(int64_t L, int64_t S, int64_t group) {
-  return L <= kSplitRows && L * group <= kSplitRows && S > kSplitKeys;
+constexpr bool keys_split(int64_t L, int64_t S, int64_t group, int64_t most_rows = kSplitRows) {
+  return L <= most_rows && L * group <= most_rows && S > kSplitKeys;
 }
 // In pieces of `blocks` blocks of so many keys.
 constexpr KeySplit split_keys(int64_t S, int64_t blocks, int keys) {

@@ -13,7 +13,7 @@ namespace attention_ext {
 // A call of scaled dot-product attention, forward or backward. Sizes: core/tensors.h.
 struct Problem {
   int64_t N = 1, L = 1, S = 1, E = 1, Ev = 1;
-  int64_t key_group = 1, value_group = 1;  // query heads per head of key and of value; 1 where one head serves all
+  int64_t key_group = 1, value_group = 1;  // query heads per head of key and of value; of one head 1, unless keys are split
   int64_t batch_dims = 1;                  // that strides keep apart
   DataType type = DataType::kHalf;
   MaskType mask = MaskType::kNone;

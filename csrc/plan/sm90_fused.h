@@ -49,7 +49,7 @@ constexpr int fused_share_columns(int head_dim_class) { return 128 * fused_tile_
 // read again as 8: with keys for 16 times the rows that is at most an eighth more. With many keys pieces are longer, as they are
 // enough then.
 constexpr KeySplit fused_split(int64_t L, int64_t S, int64_t group) {
-  if (!keys_split(L, S, group)) return kNotSplit;
+  if (!keys_split(L, S, group, kWideSplitRows)) return kNotSplit;
   const int64_t by_keys = S <= 4096 ? 1 : S <= 32768 ? 2 : S <= 65536 ? 4 : 8;
   return split_keys(S, std::max(ceil_div(16 * L * group, kFusedKeys), by_keys), kFusedKeys);
 }

@@ -18,8 +18,7 @@ OPS = torch.ops.attention_ext
 FORWARD = kernel_names()
 OPERANDS = ("query", "key", "value")
 HALF, BFLOAT16, FLOAT, DOUBLE = range(4)  # DataType
-BOOL, SAME_AS_QUERY = 1, 2  # MaskType
-NO_COST = 2**63 - 1
+BOOL, SAME_AS_QUERY, NO_COST = 1, 2, 2**63 - 1  # MaskType; kNoCost
 
 
 def plan(table: str = "forward", capability: int = 90, sms: int = 132, cap: int = CAP, **facts: int) -> Plan:
@@ -74,8 +73,7 @@ REFUSALS = [  # who refuses, for which facts, in which words
     (HALVES, {"batch_dims": 4}, "strides keep 4 leading dims apart, and it takes 3"),
     (FUSED, {"batch_dims": 3, "key_group": 2, "value_group": 2}, "strides keep 3 leading dims apart, and it takes 2"),
     (FUSED, {"key_group": 4, "value_group": 2}, "key and value have different head counts"),
-    (ROWS_OF_64, {"key_group": 65, "value_group": 65, "N": 65}, "more than 64 query heads share a key head"),
-    (ROWS_OF_64, {"key_group": 128, "value_group": 128, "N": 128}, "more than 64 query heads share a key head"),
+    *((ROWS_OF_64, dict.fromkeys(("key_group", "value_group", "N"), G), "more than 64 query heads share a") for G in (65, 128)),
     (FUSED, {"key_group": 129, "value_group": 129, "N": 129}, "more than "),
     (FUSED, {"key_group": 2, "value_group": 2, "query__heads_apart": 0}, "query's heads, of which several share a key head,"),
     (FUSED, {"L": (1 << 31) - 1024, "N": 1}, "it counts rows and tiles in 32 bits, and here are more"),

@@ -54,7 +54,7 @@ def test_pieces(E: int, L: int, S: int, group: int, least: int) -> None:
 @pytest.mark.parametrize(
     ("L", "S", "group", "keys"),
     [(1, 513, 1, 128), (1, 2048, 8, 128), (8, 4096, 1, 128), (3, 4096, 8, 384), (1, 4097, 1, 256), (1, 32768, 4, 256),
-     (2, 32768, 16, 512), (1, 32769, 1, 512), (1, 65537, 8, 1024), (64, 8192, 1, 1024), (1, 1 << 18, 1, 1024)],
+     (2, 32768, 16, 512), (1, 32769, 1, 512), (1, 65537, 8, 1024), (32, 8192, 1, 512), (1, 1 << 18, 1, 1024)],
 )  # fmt: skip
 def test_pieces_above_256(E: int, kernel: str, L: int, S: int, group: int, keys: int) -> None:
     """A piece has keys for 16 times the rows, and more where there are many, so that at most 256 pieces are all of them."""
@@ -74,6 +74,13 @@ def test_not_split(E: int, L: int, S: int, more: dict[str, int]) -> None:
     for N in (8, 1024):
         found = plan(N, L, S, E, **more)
         assert found.kernel not in FUSED or found.workspace == 0
+
+
+@pytest.mark.parametrize("E", WIDER)
+@pytest.mark.parametrize(("L", "group"), [(33, 1), (64, 1), (5, 8)])
+def test_more_rows_above_256_are_not_split(E: int, L: int, group: int) -> None:
+    for N in (group, 16 * group):
+        assert plan(N, L, 8192, E, group).workspace == 0 or plan(N, L, 8192, E, group).kernel not in FUSED
 
 
 def test_the_number_of_heads_does_not_matter() -> None:
