@@ -38,7 +38,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 192, 256, 320, 512, 768, 1024)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WAYS = ("forward", "backward", "both")
 SLOWER = 0.95  # ratio below which ours counts as slower
-LIMIT = 80.0  # seconds
+LIMIT = 110.0  # seconds
 
 
 @dataclass(frozen=True)

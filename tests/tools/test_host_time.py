@@ -41,5 +41,5 @@ def test_the_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     monkeypatch.setattr(sys, "argv", ["host_time.py", "--only", "tiny, nothing", "--turns", "1", "--no-compile"])
     assert host_time.main() == 0
     record = json.loads(capsys.readouterr().out)
-    assert [row["name"] for row in record["rows"]] == ["cpu, tiny, nothing requires grad"]
+    assert [row["name"] for row in record["host_time"]] == ["cpu, tiny, nothing requires grad"]
     assert record["torch"] == torch.__version__ and record["device"] == "cpu"

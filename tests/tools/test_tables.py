@@ -54,7 +54,10 @@ PARTS = {
         ],
         "left_out": 3,
     },
-    "host_time": [{"name": "tiny, no gradient", "ours": 16.0, "torch": 8.0}],
+    "host_time": [
+        {"name": "tiny", "operator": 16.0, "function": 12.0, "torch": 8.0, "ratio": 2.0, "goal": 1.3, "kept": False},
+        {"name": "linear", "function": 8.0, "torch": 8.0, "ratio": 1.0, "goal": 1.05, "kept": True},
+    ],
 }
 
 
@@ -209,7 +212,9 @@ def test_options_and_host_time() -> None:
     assert lines[2] == "| causal | 0.70 | 0.61 (limit 0.65) |"
     assert lines[3] == "| bias gradient | **2.25 ms more** (limit 1.5) | not measured: out of memory |"
     assert lines[-1] == "Left out for want of time: 3."
-    assert text_of("host_time", PARTS).splitlines()[-1] == "| tiny, no gradient | 16.0 | 8.0 | 0.50 |"
+    made, of_functions = text_of("host_time", PARTS).splitlines()[-2:]
+    assert made == "| tiny | 16.0 | 12.0 | 8.0 | **2.00** (1.3) |"
+    assert of_functions == "| linear |  | 8.0 | 8.0 | 1.00 (1.05) |"
 
 
 def test_stages_in_their_table_and_without() -> None:
