@@ -280,7 +280,7 @@ def highlights_table(record: dict[str, Any]) -> list[str]:
         found = timed(case)
         both = (found["attention_ext"], found["torch"])
         rows.append([what, *map(first, both), f"{case['ratio_to_torch']:.2f}", first(found.get("naive")), mib(*both)])
-    lines = table("call | ours, ms | PyTorch, ms | ratio | three calls, ms | extra memory, MiB: ours, PyTorch's", rows)
+    lines = table("call | ours, ms | PyTorch, ms | times as fast | three calls, ms | extra memory, MiB: ours, PyTorch's", rows)
     return lines + (["", text] if (text := everyday_text(record)) else [])
 
 
