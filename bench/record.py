@@ -179,7 +179,7 @@ def fill(
             for part in linear_cases.PARTS:
                 record["linear"][f"{layer.name} {part}"] = linear_cases.measure(layer, part, quick)
     if with_peers:
-        record["peers"] = peers.measure(cases, record["forward"])
+        record["peers"] = peers.measure(cases, record)
 
 
 def main() -> int:

@@ -169,6 +169,10 @@ def ffpa_table(record: dict[str, Any]) -> list[str]:
         if row := timed(case).get("ffpa"):
             ours = row["ours_ms_in_between"]
             lines.append([name, passes(row), short(ours), f"`{case['kernel']}`", f"{row['ms'] / ours:.2f}"])
+    for name, case in record.get("backward", {}).items():
+        if "backward" in (row := case.get("ffpa", {})):
+            ours = row["ours_backward"]
+            lines.append([f"{name}, backward", short(row["backward"]), short(ours), "", f"{row['backward'] / ours:.2f}"])
     return table(f"case | FFPA {record.get('peers', {}).get('ffpa_attn', '')}, ms | ours, ms | kernel | ratio", lines)
 
 

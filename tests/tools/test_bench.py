@@ -7,6 +7,8 @@ import importlib.util
 import json
 import math
 import subprocess
+import sys
+import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -236,7 +238,17 @@ def test_a_shape_under_a_graph(name: str, monkeypatch: pytest.MonkeyPatch, capsy
 def test_peers_take_what_they_are_timed_on() -> None:
     assert {case.name for case in CASES if peers.takes(case)} == {*SETS["class512"], "dec512"}
     assert not peers.takes(small(E=512, dtype=torch.float16, causal=True))
-    assert "not_available" in peers.measure({}, {}) or importlib.util.find_spec("ffpa_attn")
+    assert "not_available" in peers.measure({}, {"forward": {}}) or importlib.util.find_spec("ffpa_attn")
+
+
+def test_peers_go_into_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ffpa_attn", types.SimpleNamespace(__version__="1", ffpa_attn_func=None, CuTeDSLBackend=str))
+    monkeypatch.setattr(peers, "_row", lambda case, func, backend: {"ms": case.E})
+    monkeypatch.setattr(peers, "_backward_row", lambda case, func, backend: {"backward": case.E})
+    record: dict = {"forward": {name: {"rows": {}} for name in ("g512", "d64")}, "backward": {"g512": {}, "d64": {}}}
+    assert peers.measure({case.name: case for case in CASES}, record)["ffpa_attn"] == "1"
+    assert record["forward"] == {"g512": {"rows": {"ffpa": {"ms": 512}}}, "d64": {"rows": {}}}
+    assert record["backward"] == {"g512": {"ffpa": {"backward": 512}}, "d64": {}}
 
 
 def test_training_in_small(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

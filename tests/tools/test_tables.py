@@ -206,6 +206,16 @@ def test_everyday_calls() -> None:
     assert "masked rows, not measured" in unknown and "gradients not finite: not measured" in unknown
 
 
+def test_ffpa_both_ways() -> None:
+    row = {"ms": 3.0, "ms_second_pass": 3.1, "ours_ms_in_between": 2.0}
+    entry = H100["forward"]["g512"]
+    record = {"forward": {"g512": entry | {"rows": entry["rows"] | {"ffpa": row}}}, "peers": {"ffpa_attn": "1.0"}}
+    record |= {"backward": {"g512": {"ffpa": {"backward": 9.0, "ours_backward": 4.5}}, "d384": {"ffpa": {"not_available": "no"}}}}
+    lines = tables.ffpa_table(record)
+    assert lines[0].startswith("| case | FFPA 1.0, ms") and "| 1.50 |" in lines[2]
+    assert lines[3:] == ["| g512, backward | 9.00 | 4.50 |  | 2.00 |"]
+
+
 def test_options_and_host_time() -> None:
     lines = text_of("variants", PARTS).splitlines()
     assert lines[0] == "| option, head dim | 512 | 768 |"
