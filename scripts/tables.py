@@ -67,9 +67,7 @@ def forward_table(record: dict[str, Any]) -> list[str]:
     lines = []
     for name, case in record["forward"].items():
         rows = timed(case)
-        kind = "".join(
-            [case["dtype"].removeprefix("torch."), ", causal" * case["causal"], ", cold L2" * case.get("cold_l2", False)]
-        )
+        kind = case["dtype"].removeprefix("torch.") + ", causal" * case["causal"] + ", cold L2" * case.get("cold_l2", False)
         sizes = ", ".join(str(case[size]) for size in ("B", "Hq", "Hk", "L", "S", "E"))
         width = f" (values {case['Ev']})" if case.get("Ev", case["E"]) != case["E"] else ""
         what = [name, f"{sizes}{width}, {kind}", f"`{case['kernel']}`"]
@@ -96,10 +94,8 @@ def stages_table(record: dict[str, Any]) -> list[str]:
             kernel = key.removeprefix("stages").removeprefix("_") or "pipeline"
             lines += ["", f"Stages of one call of `{kernel}` on {case}, by the profiler, ms: {', '.join(found)}."]
     for case, series in record.get("workspace_mib_to_ms", {}).items():
-        lines += [
-            "",
-            *table(f"workspace, MiB | {' | '.join(series)}", [[f"{case} by `pipeline`, ms", *map(short, series.values())]]),
-        ]
+        row = [f"{case} by `pipeline`, ms", *map(short, series.values())]
+        lines += ["", *table(f"workspace, MiB | {' | '.join(series)}", [row])]
     return lines[1:]
 
 
