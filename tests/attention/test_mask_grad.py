@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from helpers import FLOATS, HALVES, normal
+from mask_gradients import score_gradients
 from torch import Tensor
 
 OPS = torch.ops.attention_ext
@@ -47,18 +48,6 @@ def mask_grad(tensors: tuple[Tensor, ...], mask: Tensor, workspace_bytes: int = 
     out, lse = OPS.sdpa_forward(query, key, value, mask, None, 0.0, False, enable_gqa=True, key_lengths=key_lengths)
     more = {"enable_gqa": True, "mask_grad": True, "workspace_bytes": workspace_bytes, "key_lengths": key_lengths}
     return OPS.sdpa_backward(grad, None, query, key, value, mask, out, lse, None, 0.0, False, **more)[3]
-
-
-def score_gradients(tensors: tuple[Tensor, ...], mask: Tensor, key_lengths: Tensor | None = None) -> Tensor:
-    """(B, H, L, S) in float64."""
-    query, key, value, grad = tensors
-    scores_mask = mask.double().expand(B, H, L, S).contiguous()
-    if key_lengths is not None:
-        hidden = torch.arange(S, device="cuda") >= key_lengths[:, None, None, None]
-        scores_mask = scores_mask.masked_fill(hidden, float("-inf"))
-    scores_mask.requires_grad_()
-    out, _ = reference.attention(query, key, value, scores_mask, gqa=True, device="cuda")
-    return torch.autograd.grad(out, scores_mask, grad.double())[0]
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import error_rule
 import pytest
 import reference
 import torch
-from helpers import FLOATS, HALVES, close, compare, leaves, normal, qkv, run, sdpa
+from helpers import FLOATS, HALVES, close, compare, leaves, normal, qkv, run, sdpa, tf32
 
 SCALES = [-0.7, -3.0, 0.0, -0.0, 1e-46, 1e-30, 0.01, 1.0, 3.0]
 INF, NAN = float("inf"), float("nan")
@@ -154,12 +154,8 @@ def test_values_far_from_zero(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("allowed", [False, True])
 @pytest.mark.parametrize("E", [64, 512])
 def test_tf32_only_where_the_user_allows_it(allowed: bool, E: int) -> None:
-    before = torch.backends.cuda.matmul.allow_tf32
     q, k, v = qkv((1,), (2,), L=130, S=257, E=E, device="cuda")
-    try:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
+    with tf32(allowed):
         compare(q, k, v)
         if not allowed:
             close(sdpa(q, k, v), reference.attention(q, k, v)[0], 1e-5)
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before

@@ -11,7 +11,7 @@ import error_rule
 import pytest
 import reference
 import torch
-from helpers import check_lse, sdpa_forward
+from helpers import check_lse, sdpa_forward, tf32
 from kernels import KERNELS, needs_the_card
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -27,10 +27,8 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
     needs_the_card(KERNEL)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    with tf32(False):
+        yield
 
 
 def normal(*shape: int) -> Tensor:
@@ -135,11 +133,10 @@ def test_the_bound_is_none_for_other_schemes() -> None:
     q, k, v = draw(1, (2, 2), 333, 512, (256, 256))
     want, _ = reference.attention(q, k, v, None, False, None, False, device="cuda")
     limit = bound(q, k, v, None, False, want)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    tf32 = torch.softmax(q @ k.mT / 16, -1) @ v
-    torch.backends.cuda.matmul.allow_tf32 = False
+    with tf32(True):
+        by_tf32 = torch.softmax(q @ k.mT / 16, -1) @ v
     one_term = PYTORCH(*(t.half().float() for t in (q, k, v)))
-    for other in (tf32, one_term, torch.zeros_like(want)):
+    for other in (by_tf32, one_term, torch.zeros_like(want)):
         assert error(other, want) > 100 * limit
 
 

@@ -14,7 +14,7 @@ import pytest
 import reference
 import torch
 from choice import Plan
-from helpers import normal, oracle_with_grads, qkv, sdpa_backward, sdpa_forward, torch_own
+from helpers import normal, oracle_with_grads, qkv, sdpa_backward, sdpa_forward, tf32, torch_own
 from kernels import KERNELS, needs_the_card
 from torch import Tensor
 
@@ -76,10 +76,8 @@ def test_more_workspace_costs_no_more(facts: dict[str, int], causal: int) -> Non
 @pytest.fixture
 def hopper() -> Iterator[None]:
     needs_the_card(KERNEL)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    with tf32(False):
+        yield
 
 
 gpu = [pytest.mark.gpu, pytest.mark.usefixtures("hopper")]

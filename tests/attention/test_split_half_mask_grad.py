@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import reference
 import torch
-from helpers import normal, sdpa_backward, sdpa_forward
+from helpers import normal, sdpa_backward, sdpa_forward, tf32
 from kernels import KERNELS, needs_the_card
+from mask_gradients import score_gradients
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -25,10 +25,8 @@ Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 @pytest.fixture(autouse=True)
 def hopper() -> Iterator[None]:
     needs_the_card(KERNEL)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+    with tf32(False):
+        yield
 
 
 def draw(E: int = 64, Ev: int = 72) -> Operands:
@@ -50,14 +48,7 @@ def gradients(tensors: Operands, mask: Tensor, kernel: str = KERNEL.name, **opti
 
 def hold(got: Tensor, tensors: Operands, mask: Tensor, key_lengths: Tensor | None = None) -> None:
     """16 units of float32 of the largest sum of magnitudes, as the pipeline's."""
-    q, k, v, grad = tensors
-    scores = mask.double().expand(B, H, L, S).contiguous()
-    if key_lengths is not None:
-        hidden = torch.arange(S, device="cuda") >= key_lengths[:, None, None, None]
-        scores = scores.masked_fill(hidden, float("-inf"))
-    scores.requires_grad_()
-    out, _ = reference.attention(q, k, v, scores, gqa=True, device="cuda")
-    (score_grads,) = torch.autograd.grad(out, scores, grad.double())
+    score_grads = score_gradients(tensors, mask, key_lengths)
     want, largest = score_grads.sum_to_size(mask.shape), score_grads.abs().sum_to_size(mask.shape).max()
     assert got.shape == mask.shape and got.dtype == torch.float32
     assert (got.double() - want).abs().max() <= 16 * torch.finfo(torch.float32).eps * largest

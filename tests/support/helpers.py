@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import error_rule
@@ -186,3 +187,14 @@ def check_lse(lse: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     alive = want.isfinite()
     assert torch.equal(lse.cpu() == float("-inf"), ~alive)
     close(lse.detach().cpu()[alive], want[alive])
+
+
+@contextmanager
+def tf32(allowed: bool) -> Iterator[None]:
+    """PyTorch's own setting for float32 products on CUDA."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before

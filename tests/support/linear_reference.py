@@ -5,29 +5,17 @@ Sizes: M rows, K columns of the input, N or F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import error_rule
 import torch
 import torch.nn.functional as F
-from helpers import leaves, normal
+from helpers import leaves, normal, tf32
 from torch import Tensor
 
 fused = torch.ops.attention_ext.linear_batchnorm_softmax
 TF32_BITS = 13  # low bits of a float32 that TF32 does without
-
-
-@contextmanager
-def tf32(allowed: bool) -> Iterator[None]:
-    """PyTorch's own setting for float32 products on CUDA."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def rounded_to_tf32(tensor: Tensor) -> Tensor:
