@@ -41,6 +41,7 @@ class ColumnProducer {
     RowsPlaces places(order.tiles);
 #pragma unroll 1
     while (places.next()) {
+      const uint32_t place = places.template query<Tile::kPlaces>();
       const auto at = order.at(places.place());
       const uint32_t group = static_cast<uint32_t>(p_.key_group), n = at.head * group;
       const int key = static_cast<int>(at.tile) * Tile::kN, keys = key_range(p_.sequence, n, p_.S).keys;
@@ -50,7 +51,7 @@ class ColumnProducer {
         load_shown(places, n, key, keys, begin, end);
       } else {
         TileBoxes boxes;
-        begin_tile(boxes, places, n, key, keys, begin, end);
+        begin_tile(boxes, place, places, n, key, keys, begin, end);
         end_tile(places);
 #pragma unroll 1
         for (uint32_t head = n; head < n + group; ++head) load_head(head, begin, end);
@@ -71,12 +72,12 @@ class ColumnProducer {
   }
 
   // Keys with values, and what the tile is: after the loads, so that they are on their way. The phase lasts until end_tile.
-  __device__ __forceinline__ void begin_tile(TileBoxes& boxes, const RowsPlaces& places, uint32_t n, int key, int keys,
-                                             int begin, int end) const {
-    const uint32_t place = places.template query<Tile::kPlaces>(), s_full = shared_address(&shared_.key_full[place]);
+  __device__ __forceinline__ void begin_tile(TileBoxes& boxes, uint32_t place, const RowsPlaces& places, uint32_t n, int key,
+                                             int keys, int begin, int end) const {
     set_batch(boxes.key, p_.batch, p_.key, n);
     set_batch(boxes.value, p_.batch, p_.value, n);
     mbarrier_wait(shared_address(&shared_.key_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
+    const uint32_t s_full = shared_address(&shared_.key_full[place]);
     load(shared_.key[place], maps_.key, boxes.key, key, s_full);
     load(shared_.value[place], maps_.value, boxes.value, key, s_full);
     work_of(places) = {n,
@@ -97,9 +98,9 @@ class ColumnProducer {
 
   // What divides is found before the head's blocks: it takes as long as a block.
   __device__ __forceinline__ void begin_head(Head& head, uint32_t n) const {
-    head.n = n;
     set_batch(head.query_box, p_.batch, p_.query, n);
     set_batch(head.grad_box, p_.batch, p_.grad_out, n);
+    head.n = n;
     head.g_records = p_.records + static_cast<int64_t>(n) * p_.records_of_head;
   }
   // Blocks of a head's queries, from the last one to the first.
@@ -131,10 +132,10 @@ class ColumnProducer {
         sizeof(shared_.query[0]) + sizeof(shared_.records[0]) + (Tile::kRoles ? 0 : sizeof(shared_.grad_out[0])));
   }
 
-  // A tile, and of all heads of the group the blocks that some of its keys are shown to. A stage is full when the next block has been
-  // looked for, as the consumers want to know which is the tile's last one. By a warp.
+  // A tile, and of all heads of the group the blocks that some of its keys are shown to. A stage is full when the next block has
+  // been looked for, as the consumers want to know which is the tile's last one. By a warp.
   __device__ __forceinline__ void load_shown(const RowsPlaces& places, uint32_t n, int key, int keys, int begin, int end) {
-    if (elect_thread()) begin_tile(shared_.boxes, places, n, key, keys, begin, end);
+    if (elect_thread()) begin_tile(shared_.boxes, places.template query<Tile::kPlaces>(), places, n, key, keys, begin, end);
     __syncwarp();  // the tile's work is there: all lanes read it again and again, as registers are scarce
     const auto& work = work_of(places);
     uint32_t next_head = n, cells = static_cast<uint32_t>(cells_of(marks_, p_.batch, n));
