@@ -1,5 +1,5 @@
 // The walk over a tile's blocks that leaves out what a mask hides: the loading warp asks the marks (attention/sm90/rows/marks.h), a
-// lane a block, and tells the consumers what it has loaded. Of the instances for masks and dropout; without marks all are walked over.
+// lane a block, and tells the consumers what it has loaded. Of the instances for masks and dropout; without marks it is over all.
 #pragma once
 
 #include "attention/sm90/rows/marks.h"
