@@ -23,6 +23,10 @@ struct SplitHalfBackwardSizes {
   int64_t keys() const { return keys_of_rows(L); }
 };
 
+// Whether scores are made twice, first for what their rows need, instead of kept as floats: 20 bytes of a score less against both
+// products again, which by the estimate is about even at head dims of 192.
+constexpr bool split_half_scores_twice(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 128; }
+
 // Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting, and into how many parts.
 struct SplitHalfGradientParts {
   bool of_rows, of_keys;  // those of dQ; those of dK and dV
@@ -215,6 +219,8 @@ class SplitHalfBackwardPlanner {
   static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 4600, kSumStep = 1200, kSumTile = 2200,
                            kLaunch = 4000;
   static constexpr int64_t kNarrowSumStep = 750;  // of 128 x 64: not fitted
+  // Of scores that are made twice, neither fitted: sums are kept in registers, terms are 128 KB a tile on their way to memory.
+  static constexpr int64_t kPairSumsTile = 1500, kPairTermsTile = 4000;
 
   // Time of the gradients' sums over a piece.
   int64_t sums_ns(const SplitHalfBackwardSlices& s, const SplitHalfGradientParts& parts) const {
@@ -250,13 +256,17 @@ class SplitHalfBackwardPlanner {
     constexpr int64_t kBytesPerNs = 2600, kTermsBytesPerNs = 3800, kSplitBytesPerNs = 3000, kL2 = 30000000;
     const int64_t pieces = ceil_div(s.all_keys, s.keys), width = sizes_.E + sizes_.Ev, tiles = times(s.matrices, seen_tiles(s));
     const int64_t steps = ceil_div(sizes_.E, 64) + ceil_div(sizes_.Ev, 64);
-    const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), steps * kStep + kWeightsTile + kGradsTile);
-    const int64_t sums = times(pieces, sums_ns(s, s.parts)), score_bytes = times(tiles, kSplitHalfTile * kSplitHalfTile * 16);
+    const bool twice = split_half_scores_twice(sizes_.E, sizes_.Ev);
+    const int64_t of_tile =
+        twice ? 2 * steps * kStep + kPairSumsTile + kPairTermsTile : steps * kStep + kWeightsTile + kGradsTile;
+    const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), of_tile), sums = times(pieces, sums_ns(s, s.parts));
+    const int64_t score_bytes = twice ? 0 : times(tiles, kSplitHalfTile * kSplitHalfTile * 16);  // of floats that become terms
     const int64_t rows = s.matrices * s.rows * width, keys = s.key_matrices * s.all_keys * width;
-    const int64_t split = 8 * (rows + (pieces > 1 ? keys + s.key_matrices * s.all_keys * sizes_.E : keys));
+    const int64_t again = pieces == 1 ? 0 : twice ? keys : s.key_matrices * s.all_keys * sizes_.E;
+    const int64_t split = 8 * (rows + keys + again);
     const int64_t cold = 4 * (rows + keys) > kL2 ? 4 * (rows + keys) : 0;
     const int64_t carried = s.row_begin > 0 || s.matrices < sizes_.group ? 8 * keys : 0;
-    const int64_t launches = pieces > 1 ? 2 + 5 * pieces : 6;
+    const int64_t launches = (pieces > 1 ? 2 + 5 * pieces : 6) - (twice ? 1 : 0);
     const int64_t of_slice = launches * kLaunch + scores + sums + score_bytes / kTermsBytesPerNs + split / kSplitBytesPerNs +
                              (cold + carried) / kBytesPerNs;
     return times(ceil_div(sizes_.N, s.matrices), of_slice);

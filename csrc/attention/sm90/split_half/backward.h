@@ -31,6 +31,12 @@ struct SplitHalfScoreTermsParams {
   uint8_t* marks;                              // (N,): 1 where two terms will not do
 };
 
+// Both products of a slice's tiles at once, for head dims that split_half_scores_twice names.
+struct SplitHalfScorePairsParams {
+  SplitHalfScoresParams weights, grads;  // as for ScoreProducts::kWeights and kWeightGrads
+  SplitHalfScoreTermsParams terms;       // of whole rows
+};
+
 // One of the three gradients: out = factor * A . B, added to what earlier slices left in `out` itself.
 struct SplitHalfGradientOf {
   MatrixView out;
@@ -69,6 +75,11 @@ struct SplitHalfExactBackwardParams {
   int64_t pitch;
 };
 
+// Of whole rows, from what their segments left: what split_half_score_terms, or the pairs' terms, are made of.
+cudaError_t launch_split_half_rows_of_scores(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
+// What each segment leaves of its rows; or, when the rows' values are there, terms of P and dS. Terms of operands as below.
+cudaError_t launch_split_half_score_pairs(const SplitHalfScorePairsParams& params, bool terms, void* query_terms, void* key_terms,
+                                          void* grad_out_terms, void* value_terms, cudaStream_t stream);
 cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
 // Terms of dS, in their place, to floats.
 cudaError_t launch_split_half_score_floats(const SplitHalfScoreTermsParams& params, cudaStream_t stream);

@@ -9,6 +9,7 @@
 // 3. Only for the gradient of a mask, after all products: terms of dS to floats again, which they are to 2^-23.
 // Grid: 256 threads. Shared memory: 64 bytes.
 #include "attention/sm90/split_half/backward.h"
+#include "attention/sm90/split_half/segment_weights.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "core/launch.cuh"
 #include "device/common/math.cuh"
@@ -23,12 +24,6 @@ namespace {
 constexpr int kCtaThreads = 256, kWarps = kCtaThreads / 32, kRowTile = 128;
 constexpr int kBlock = kSplitHalfBlock, kQuads = kBlock / 4, kRowsAtOnce = kCtaThreads / kQuads, kPasses = kBlock / kRowsAtOnce;
 static_assert(kBlock == kSegment, "a tile's keys are a segment");
-
-// 2^(reference - largest) of whole numbers, 0 where that is no normal float; of -inf, 0.
-__device__ __forceinline__ float segment_factor(float reference, float largest) {
-  const int power = static_cast<int>(fmaxf(reference - largest, -127.0f));
-  return __int_as_float((power + 127) << 23);
-}
 
 __device__ __forceinline__ float probability(float weight, float factor, float sum) { return weight * factor / sum; }
 
@@ -221,11 +216,12 @@ int64_t tiles_of(const SplitHalfScoreTermsParams& params) {
 
 }  // namespace
 
+cudaError_t launch_split_half_rows_of_scores(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
+  const int64_t rows = params.slice.batch_count * params.slice.row_count;
+  return launch_rows(split_half_rows_of_scores_kernel, kCtaThreads, rows, kWarps, stream, params);
+}
+
 cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
-  const Slice& slice = params.slice;
-  const cudaError_t status =
-      launch_rows(split_half_rows_of_scores_kernel, kCtaThreads, slice.batch_count * slice.row_count, kWarps, stream, params);
-  if (status != cudaSuccess) return status;
   return launch_rows(split_half_score_terms_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
 }
 
