@@ -27,10 +27,12 @@ struct SplitHalfBackwardSizes {
 // products again, which by the estimate is about even at head dims of 192.
 constexpr bool split_half_scores_twice(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 128; }
 
-// Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting, and into how many parts.
+// Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting: some into so many parts; or
+// all, into an equal share for every SM.
 struct SplitHalfGradientParts {
   bool of_rows, of_keys;  // those of dQ; those of dK and dV
   int64_t count;
+  bool in_shares;
 };
 
 // The slices of a range of rows: of so many matrices each, and the bytes from the workspace's beginning: facts and marks of all
@@ -234,22 +236,31 @@ class SplitHalfBackwardPlanner {
     if ((parts.of_rows && query_steps < kLeast * parts.count) || (parts.of_keys && key_steps < kLeast * parts.count))
       return kMostCost;
     const int64_t step = std::max(sizes_.E, sizes_.Ev) <= 64 ? kNarrowSumStep : kSumStep;
+    if (parts.in_shares) {
+      const int64_t steps = std::max(query_steps, key_steps), share = ceil_div(times(queries + keys, steps), sms_);
+      return share * step + (share / steps + 2) * kSumTile;
+    }
     const int64_t of_query = parts.of_rows ? parts.count : 1, of_key = parts.of_keys ? parts.count : 1;
     return makespan(queries * of_query, ceil_div(query_steps, of_query) * step + kSumTile, keys * of_key,
                     ceil_div(key_steps, of_key) * step + kSumTile, sms_);
   }
   void choose_parts(SplitHalfBackwardSlices& s) const {
-    s.parts = {false, false, 1};
+    s.parts = {false, false, 1, false};
     int64_t best = sums_ns(s, s.parts);
     for (const int64_t count : {2, 4, 8}) {
       for (int kinds = 1; kinds < 4; ++kinds) {
-        const SplitHalfGradientParts parts = {kinds % 2 != 0, kinds >= 2, count};
+        const SplitHalfGradientParts parts = {kinds % 2 != 0, kinds >= 2, count, false};
         const int64_t ns = sums_ns(s, parts);
         if (ns >= best - best / 16) continue;  // a part waits for the one before it: not for little
         best = ns;
         s.parts = parts;
       }
     }
+    // Of sums that are about as long, all of which one head has.
+    const int64_t longer = std::max(s.rows, s.all_keys), shorter = std::min(s.rows, s.all_keys);
+    if (sizes_.causal || s.keys < s.all_keys || std::min(s.matrices, sizes_.group) > 1 || longer > 2 * shorter) return;
+    const SplitHalfGradientParts shares = {false, false, 1, true};
+    if (sums_ns(s, shares) < best - best / 16) s.parts = shares;
   }
 
   int64_t ns(const SplitHalfBackwardSlices& s) const {
@@ -259,7 +270,8 @@ class SplitHalfBackwardPlanner {
     const bool twice = split_half_scores_twice(sizes_.E, sizes_.Ev);
     const int64_t of_tile =
         twice ? 2 * steps * kStep + kPairSumsTile + kPairTermsTile : steps * kStep + kWeightsTile + kGradsTile;
-    const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), of_tile), sums = times(pieces, sums_ns(s, s.parts));
+    const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), of_tile),
+                  sums = times(pieces, sums_ns(s, s.parts));
     const int64_t score_bytes = twice ? 0 : times(tiles, kSplitHalfTile * kSplitHalfTile * 16);  // of floats that become terms
     const int64_t rows = s.matrices * s.rows * width, keys = s.key_matrices * s.all_keys * width;
     const int64_t again = pieces == 1 ? 0 : twice ? keys : s.key_matrices * s.all_keys * sizes_.E;

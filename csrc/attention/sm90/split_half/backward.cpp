@@ -9,7 +9,7 @@
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
 // (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). Of narrow heads P and dS
 // come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is
-// the pipeline's sum of dS, made floats again. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
+// the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
 // dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
 
@@ -68,6 +68,7 @@ class Backward {
             at<uint32_t>(slices_.largest_at),
             at<SplitHalfRowValues>(slices_.exact_at),
             slice,
+            nullptr,
             nullptr,
             slices_.pitch};
   }
@@ -205,20 +206,21 @@ class Backward {
     return terms;
   }
 
-  // The last thing of a slice: its terms become floats, those of P, which nobody reads any more, scratch.
+  // The last thing of a slice, when the terms of P are scratch, as nobody reads them any more.
   cudaError_t make_mask_grad(const Slice& slice) const {
-    cudaError_t status = launch_split_half_score_floats(terms_of(slice), stream_);
-    if (status != cudaSuccess) return status;
+    const SplitHalfScoreTermsParams terms = terms_of(slice);
     SplitHalfExactBackwardParams exact = exact_of(slice);
     exact.score_grads = at<float>(slices_.grads_at);
-    status = launch_split_half_exact_score_grads(exact, stream_);
+    exact.grad_exponents = terms.grad_exponents;
+    const cudaError_t status = launch_split_half_exact_score_grads(exact, stream_);
     if (status != cudaSuccess) return status;
     Slice whole_rows = slice;  // mask_grad has all keys, also those that no row of the slice sees
     whole_rows.col_count = params_.S;
     const MatrixView score_grad = slice_view(at<void>(slices_.grads_at), slice.row_count, slices_.pitch, true);
-    return launch_mask_grad(
-        mask_grad_of(params_, whole_rows, score_grad, at<void>(slices_.weights_at), slices_.grads_at - slices_.weights_at),
-        stream_);
+    MaskGradParams mask =
+        mask_grad_of(params_, whole_rows, score_grad, at<void>(slices_.weights_at), slices_.grads_at - slices_.weights_at);
+    mask.score_exponents = terms.grad_exponents;
+    return launch_mask_grad(mask, stream_);
   }
 
   cudaError_t make_gradients(const Slice& piece) const {

@@ -72,17 +72,16 @@ struct SplitHalfExactBackwardParams {
   SplitHalfRowValues* row_values;                        // (N, L): here the reference is a row's largest score
   Slice slice;                                           // what is looked at
   float* score_grads;                                    // (matrices, rows, pitch) of it; null: dQ is made
+  int32_t* grad_exponents;                               // of score_grads, as SplitHalfScoreTermsParams has them
   int64_t pitch;
 };
 
 // Of whole rows, from what their segments left: what split_half_score_terms, or the pairs' terms, are made of.
 cudaError_t launch_split_half_rows_of_scores(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
 // What each segment leaves of its rows; or, when the rows' values are there, terms of P and dS. Terms of operands as below.
-cudaError_t launch_split_half_score_pairs(const SplitHalfScorePairsParams& params, bool terms, void* query_terms, void* key_terms,
-                                          void* grad_out_terms, void* value_terms, cudaStream_t stream);
+cudaError_t launch_split_half_score_pairs(const SplitHalfScorePairsParams& params, bool terms, void* query_terms,
+                                          void* key_terms, void* grad_out_terms, void* value_terms, cudaStream_t stream);
 cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
-// Terms of dS, in their place, to floats.
-cudaError_t launch_split_half_score_floats(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
 // query_terms: (2, matrices, rows, E rounded up to 8); the others likewise.
 cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
                                         void* grad_out_terms, cudaStream_t stream);

@@ -23,7 +23,8 @@ namespace {
 
 using PairsTile = SplitHalfWgmmaTile<false, kSplitHalfPromoted>;
 constexpr int kSegments = PairsTile::kN / kSegment, kOfSegment = kSegment / 2;  // of a thread: two rows' share of a segment
-static_assert(kSegment == kSplitHalfBlock && PairsTile::kM == 2 * kSplitHalfBlock, "a warpgroup's rows by a segment have one power");
+static_assert(kSegment == kSplitHalfBlock && PairsTile::kM == 2 * kSplitHalfBlock,
+              "a warpgroup's rows by a segment have one power");
 
 struct ScorePairsMaps {
   CUtensorMap query, key, grad_out, value;
@@ -144,9 +145,9 @@ struct ScorePairs {
 #pragma unroll
       for (int i = 0; i < kOfSegment; ++i) x[i] = weights[segment * kOfSegment + i];
       if (segment * kSegment < at.cols) {
-        too_large = make_segment_weights<kMasked, 0>(x, p.weights, place, fetched.query + fetched.keys[segment],
-                                                     of_rows[segment]) ||
-                    too_large;
+        too_large =
+            make_segment_weights<kMasked, 0>(x, p.weights, place, fetched.query + fetched.keys[segment], of_rows[segment]) ||
+            too_large;
       } else {
         of_rows[segment][0] = of_rows[segment][1] = {negative_infinity(0.0f), 0.0f};
 #pragma unroll
@@ -173,7 +174,8 @@ struct ScorePairs {
     if (p.grads.dropout.seed == nullptr) return;
     const int64_t seed = *p.grads.dropout.seed;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) drop_fragment(x, half, p.grads.dropout, seed, at.n, at.row + row + 8 * half, at.col / 4);
+    for (int half = 0; half < 2; ++half)
+      drop_fragment(x, half, p.grads.dropout, seed, at.n, at.row + row + 8 * half, at.col / 4);
   }
 
   // Of each row and segment: reference, sum, what it adds to delta. A row that sees one key has the very gradient for delta.
@@ -218,7 +220,8 @@ struct ScorePairs {
   // Weights to P, gradients of the weights to dS.
   __device__ __forceinline__ void make_score_grads(const ScorePlace& at, int row, const Fetched& fetched,
                                                    const SplitHalfSegment (&of_rows)[kSegments][2],
-                                                   float (&weights)[PairsTile::kN / 2], float (&grads)[PairsTile::kN / 2]) const {
+                                                   float (&weights)[PairsTile::kN / 2],
+                                                   float (&grads)[PairsTile::kN / 2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const SplitHalfRowValues& of_row = fetched.rows[half];
@@ -259,7 +262,7 @@ struct ScorePairs {
                                               float (&grads)[PairsTile::kN / 2], uint32_t s_strip,
                                               uint32_t (&largest_of_tile)[PairsTile::kConsumers][2 * kSegments][4]) const {
     const int consumer = row / 64, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, warp_row = row - lane / 4;
-    uint32_t(&s_largest)[2 * kSegments][4] = largest_of_tile[consumer];
+    uint32_t (&s_largest)[2 * kSegments][4] = largest_of_tile[consumer];
 #pragma unroll
     for (int segment = 0; segment < kSegments; ++segment) {
       const uint32_t of_weights = largest_of(weights, segment), of_grads = largest_of(grads, segment);
@@ -270,9 +273,9 @@ struct ScorePairs {
     }
     barrier_sync(kBarrierRows + consumer, 128);  // the warpgroup's largest are there; those of the tile before have been read
     const int64_t row_blocks = (p.weights.slice.row_count + kSplitHalfBlock - 1) / kSplitHalfBlock;
-    const int64_t block = (at.slice_index * row_blocks + (at.slice_row + consumer * 64) / kSplitHalfBlock) *
-                              (p.weights.pitch / kSegment) +
-                          at.col / kSegment;
+    const int64_t block =
+        (at.slice_index * row_blocks + (at.slice_row + consumer * 64) / kSplitHalfBlock) * (p.weights.pitch / kSegment) +
+        at.col / kSegment;
     if (consumer * 64 >= at.rows) return;  // a whole warpgroup
     const auto store = [&](float (&x)[PairsTile::kN / 2], int first, void* array, int32_t* g_exponents) {
 #pragma unroll
@@ -338,8 +341,8 @@ cudaError_t launch(const SplitHalfScorePairsParams& params, const ScorePairsMaps
 
 }  // namespace
 
-cudaError_t launch_split_half_score_pairs(const SplitHalfScorePairsParams& params, bool terms, void* query_terms, void* key_terms,
-                                          void* grad_out_terms, void* value_terms, cudaStream_t stream) {
+cudaError_t launch_split_half_score_pairs(const SplitHalfScorePairsParams& params, bool terms, void* query_terms,
+                                          void* key_terms, void* grad_out_terms, void* value_terms, cudaStream_t stream) {
   const SplitHalfScoresParams& of_weights = params.weights;
   const Slice& slice = of_weights.slice;
   const int64_t keys = matrices_of_slice(slice, of_weights.key_group);

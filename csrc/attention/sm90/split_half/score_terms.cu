@@ -6,7 +6,6 @@
 // 2. A CTA a tile of 64 x 64: P and dS in registers, the largest of each, their terms. Of tiles that the products read: those of a
 //    row tile of 128 up to the last key that it sees, zeros beyond what a row sees.
 // With dropout dP is of the weights that are kept already, and P is written as keep * P.
-// 3. Only for the gradient of a mask, after all products: terms of dS to floats again, which they are to 2^-23.
 // Grid: 256 threads. Shared memory: 64 bytes.
 #include "attention/sm90/split_half/backward.h"
 #include "attention/sm90/split_half/segment_weights.cuh"
@@ -180,35 +179,6 @@ __global__ void __launch_bounds__(kCtaThreads)
   store(p.grads, scales[1], grads);
 }
 
-__global__ void __launch_bounds__(kCtaThreads)
-    split_half_score_floats_kernel(const __grid_constant__ SplitHalfScoreTermsParams p, int64_t first_tile) {
-  const int64_t tile = first_tile + blockIdx.x;
-  const ScoreTile at(p, tile);
-  if (!at.is_read()) return;
-  const int exponent = p.grad_exponents[tile], quad = threadIdx.x % kQuads * 4, first_row = at.block_row + threadIdx.x / kQuads;
-  const auto row_of = [&](int i) {
-    return static_cast<float*>(p.grads) + (at.slice_index * p.slice.row_count + first_row + i * kRowsAtOnce) * p.pitch +
-           at.first_col;
-  };
-  const auto exists = [&](int i) { return first_row + i * kRowsAtOnce < p.slice.row_count; };
-  float grads[kPasses][4] = {};
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    if (!exists(i)) break;
-    const __half* g_high = reinterpret_cast<const __half*>(row_of(i));
-    float low[4];
-    load_quad<__half>(grads[i], g_high, quad, kBlock, 1, true);
-    load_quad<__half>(low, g_high + kBlock, quad, kBlock, 1, true);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) grads[i][e] = times_power_of_two(grads[i][e] + low[e], exponent);
-  }
-  __syncthreads();  // all terms have been read
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    if (exists(i)) store_whole_quad(row_of(i) + quad, grads[i]);
-  }
-}
-
 int64_t tiles_of(const SplitHalfScoreTermsParams& params) {
   const Slice& slice = params.slice;
   return slice.batch_count * ceil_div(slice.row_count, kBlock) * (params.pitch / kBlock);
@@ -223,10 +193,6 @@ cudaError_t launch_split_half_rows_of_scores(const SplitHalfScoreTermsParams& pa
 
 cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
   return launch_rows(split_half_score_terms_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
-}
-
-cudaError_t launch_split_half_score_floats(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
-  return launch_rows(split_half_score_floats_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
 }
 
 }  // namespace attention_ext
