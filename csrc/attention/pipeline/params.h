@@ -126,13 +126,13 @@ struct MaskGradParams : StageParams {
   bool cols_kept;         // the mask has S columns (else 1)
   DataType mask_type;     // of mask_grad
   MatrixView score_grad;  // slice (batch_count, row_count, col_count), `type`
-  // (batch_count, row_count / 64 rounded up, row_stride / 64), not null: the floats of 64 columns of a row are 64 high and 64 low
-  // half terms in units of 2^exponent of their 64 x 64, unless that is kTileOfFloats.
-  const int32_t* score_exponents;
-  MatrixView mask_grad;  // mask's own shape; batch_stride 0 along a dim of size 1
-  void* sums;            // laid out as mask_grad, accumulator type: from slice to slice; null: no sum spans slices
-  void* scratch;         // where CTAs that share sums leave their parts; the fewer bytes, the fewer CTAs
+  MatrixView mask_grad;   // mask's own shape; batch_stride 0 along a dim of size 1
+  void* sums;             // laid out as mask_grad, accumulator type: from slice to slice; null: no sum spans slices
+  void* scratch;          // where CTAs that share sums leave their parts; the fewer bytes, the fewer CTAs
   int64_t scratch_bytes;
+  // (batch_count, row_count / 64 rounded up, row_stride / 64); not null: score_grad is half terms, 64 high and 64 low ones in the
+  // place of 64 floats of a row, in units of 2^exponent of their 64 x 64. kTileOfFloats: floats after all.
+  const int32_t* score_exponents;
 };
 
 // One kernel each.
