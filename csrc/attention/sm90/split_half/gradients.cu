@@ -6,7 +6,8 @@
 // dK and dV read dS and P as they lie, row after row; wgmma transposes them. A step of 64 in k has one power of two of each side,
 // for the 64 rows or keys of a warpgroup: a factor of what the step adds, relative to the largest power so far. So sums are as
 // exact as float, whatever the magnitudes of the steps.
-// Every sum has one CTA and one order: no atomics. What spans slices goes on in the gradient itself, which is float.
+// Every sum has one order, also where several CTAs have parts of it: no atomics on sums. What spans slices goes on in the gradient
+// itself, which is float.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: SplitHalfWgmmaTile::Shared, Tickets. Registers: 232 a consumer
 // thread: 64 sums, 64 of a part (half as many each for 64 columns), the rest addresses.
 #include "attention/sm90/split_half/backward.h"
@@ -97,6 +98,7 @@ struct SplitHalfGradients {
   __device__ __forceinline__ int64_t end_key() const { return min(p.slice.col_begin + p.slice.col_count, p.keys); }
   // Query heads that a key head's sum goes over.
   __device__ __forceinline__ int heads() const { return static_cast<int>(min(p.group, p.slice.batch_count)); }
+
   // visit(place) for the part or share of that number.
   template <class Visit>
   __device__ __forceinline__ void for_each_place(unsigned number, Visit visit) const {

@@ -26,6 +26,8 @@ constexpr int kSegments = PairsTile::kN / kSegment, kOfSegment = kSegment / 2;  
 static_assert(kSegment == kSplitHalfBlock && PairsTile::kM == 2 * kSplitHalfBlock,
               "a warpgroup's rows by a segment have one power");
 
+using PairsTiles = ScoreTiles<PairsTile, false>;
+
 struct ScorePairsMaps {
   CUtensorMap query, key, grad_out, value;
 };
@@ -38,22 +40,22 @@ struct ScorePairsShared {
 template <bool kMasked, bool kTerms>
 struct ScorePairs {
   const SplitHalfScorePairsParams& p;
+  const PairsTiles& list;  // a parameter, as registers are short
 
   // What of a tile is read before its products.
   struct Fetched {
     int query, grad_out, keys[kSegments], values[kSegments];  // exponents
-    SplitHalfRowValues rows[2];
+    float references[2], sums[2];                             // of the thread's two rows
   };
 
   // visit(place) for this CTA's tiles that any row sees.
   template <class Visit>
   __device__ __forceinline__ void for_each_tile(Visit visit) const {
     const Slice& slice = p.weights.slice;
-    const ScoreTiles<PairsTile, false> list(slice, p.weights.sequence.causal);
-    const int64_t tiles = slice.batch_count * list.of_matrix();
+    const unsigned tiles = static_cast<unsigned>(slice.batch_count) * list.of_matrix();
 #pragma unroll 1
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const ScorePlace at = score_place<PairsTile>(slice, p.weights.sequence, list.at(static_cast<unsigned>(tile)));
+    for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+      const ScorePlace at = score_place<PairsTile>(slice, p.weights.sequence, list.at(tile));
       if (!at.hidden) visit(at);
     }
   }
@@ -88,11 +90,20 @@ struct ScorePairs {
       multiplier.template multiply_terms<false, false>(weights, steps(p.weights.E), of_weights);
       SplitHalfSegment of_rows[kSegments][2];
       make_weights(at, row, fetched, weights, of_rows);
+      if constexpr (kTerms) make_probabilities(fetched, of_rows, weights);
       PlainPromotion of_grads(grads);
       multiplier.template multiply_terms<false, false>(grads, steps(p.grads.E), of_grads);
-      make_grads(at, row, fetched, grads);
+      float deltas[2] = {};  // read here, out of L1, as registers were short
       if constexpr (kTerms) {
-        make_score_grads(at, row, fetched, of_rows, weights, grads);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (row + 8 * half < at.rows) deltas[half] = row_values(at, row + 8 * half).delta;
+        }
+      }
+      const uint64_t kept = kept_of(at, row);
+      make_grads(fetched, kept, grads);
+      if constexpr (kTerms) {
+        make_score_grads(deltas, kept, weights, grads);
         store_terms(at, row, weights, grads, s_strip, shared.largest[turn]);
         turn ^= 1;
       } else {
@@ -121,14 +132,19 @@ struct ScorePairs {
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      fetched.rows[half] = {0.0f, 1.0f, 0.0f};
-      if (kTerms && row + 8 * half < at.rows) fetched.rows[half] = p.terms.row_values[first_row(at) + row + 8 * half];
+      const bool is_read = kTerms && row + 8 * half < at.rows;
+      fetched.references[half] = is_read ? row_values(at, row + 8 * half).reference : 0.0f;
+      fetched.sums[half] = is_read ? row_values(at, row + 8 * half).sum : 1.0f;
     }
     return fetched;
   }
   // Of the tile, counted over the slice's matrices.
   __device__ __forceinline__ int64_t first_row(const ScorePlace& at) const {
     return at.slice_index * p.weights.slice.row_count + at.slice_row;
+  }
+
+  __device__ __forceinline__ const SplitHalfRowValues& row_values(const ScorePlace& at, int row) const {
+    return p.terms.row_values[first_row(at) + row];
   }
 
   // Products to weights, relative to their segment's reference.
@@ -161,21 +177,19 @@ struct ScorePairs {
   }
 
   // Products to the gradients of the weights that dropout keeps.
-  __device__ __forceinline__ void make_grads(const ScorePlace& at, int row, const Fetched& fetched,
-                                             float (&grads)[PairsTile::kN / 2]) const {
+  __device__ __forceinline__ void make_grads(const Fetched& fetched, uint64_t kept, float (&grads)[PairsTile::kN / 2]) const {
     const float factor = static_cast<float>(p.grads.factor);
 #pragma unroll
     for (int i = 0; i < PairsTile::kN / 2; ++i) {
       grads[i] = times_power_of_two(grads[i] * factor, fetched.grad_out + fetched.values[i / kOfSegment]);
     }
-    drop(at, row, grads);
-  }
-  __device__ __forceinline__ void drop(const ScorePlace& at, int row, float (&x)[PairsTile::kN / 2]) const {
-    if (p.grads.dropout.seed == nullptr) return;
-    const int64_t seed = *p.grads.dropout.seed;
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
-      drop_fragment(x, half, p.grads.dropout, seed, at.n, at.row + row + 8 * half, at.col / 4);
+    for (int i = 0; i < PairsTile::kN / 2; ++i) grads[i] = (kept >> i & 1) != 0 ? grads[i] : 0.0f;
+  }
+  // Which weights dropout keeps.
+  __device__ __forceinline__ uint64_t kept_of(const ScorePlace& at, int row) const {
+    const Dropout& dropout = p.grads.dropout;
+    return dropout.seed == nullptr ? ~0ull : kept_of_fragment(dropout, *dropout.seed, at.n, at.row + row, at.col / 4);
   }
 
   // Of each row and segment: reference, sum, what it adds to delta. A row that sees one key has the very gradient for delta.
@@ -217,30 +231,33 @@ struct ScorePairs {
     if (threadIdx.x % 32 == 0 && largest > of_matrix) atomicMax(&of_matrix, largest);
   }
 
-  // Weights to P, gradients of the weights to dS.
-  __device__ __forceinline__ void make_score_grads(const ScorePlace& at, int row, const Fetched& fetched,
-                                                   const SplitHalfSegment (&of_rows)[kSegments][2],
-                                                   float (&weights)[PairsTile::kN / 2],
-                                                   float (&grads)[PairsTile::kN / 2]) const {
+  // Weights to P, before dropout.
+  static __device__ __forceinline__ void make_probabilities(const Fetched& fetched,
+                                                            const SplitHalfSegment (&of_rows)[kSegments][2],
+                                                            float (&weights)[PairsTile::kN / 2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const SplitHalfRowValues& of_row = fetched.rows[half];
-      const float inverse = 1.0f / of_row.sum;
+      const float sum = fetched.sums[half], inverse = 1.0f / sum;
 #pragma unroll
       for (int segment = 0; segment < kSegments; ++segment) {
-        const float factor = segment_factor(of_rows[segment][half].reference, of_row.reference);
+        const float factor = segment_factor(of_rows[segment][half].reference, fetched.references[half]);
 #pragma unroll
         for (int i = segment * kOfSegment + 2 * half; i < (segment + 1) * kOfSegment; i += 4) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const float of_key = quotient(weights[i + e] * factor, of_row.sum, inverse);
-            weights[i + e] = of_key;
-            grads[i + e] = of_key == 0.0f ? 0.0f : of_key * (grads[i + e] - of_row.delta);
-          }
+          weights[i] = quotient(weights[i] * factor, sum, inverse);
+          weights[i + 1] = quotient(weights[i + 1] * factor, sum, inverse);
         }
       }
     }
-    drop(at, row, weights);
+  }
+  // Gradients of the weights to dS, P to what dropout keeps of it.
+  static __device__ __forceinline__ void make_score_grads(const float (&deltas)[2], uint64_t kept,
+                                                          float (&weights)[PairsTile::kN / 2],
+                                                          float (&grads)[PairsTile::kN / 2]) {
+#pragma unroll
+    for (int i = 0; i < PairsTile::kN / 2; ++i) {
+      grads[i] = weights[i] == 0.0f ? 0.0f : weights[i] * (grads[i] - deltas[i / 2 % 2]);
+      if ((kept >> i & 1) == 0) weights[i] = 0.0f;
+    }
   }
   // a / b, given 1 / b: rounded as a division's is, so that a row's only weight over its sum is 1.
   static __device__ __forceinline__ float quotient(float a, float b, float inverse) {
@@ -316,11 +333,11 @@ struct ScorePairs {
 template <bool kMasked, bool kTerms>
 __global__ void __launch_bounds__(PairsTile::kThreads, 1)
     split_half_score_pairs_kernel(const __grid_constant__ SplitHalfScorePairsParams params,
-                                  const __grid_constant__ ScorePairsMaps maps) {
+                                  const __grid_constant__ ScorePairsMaps maps, const __grid_constant__ PairsTiles list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   ScorePairsShared& shared = *reinterpret_cast<ScorePairsShared*>(s_bytes);
-  const ScorePairs<kMasked, kTerms> pairs = {params};
+  const ScorePairs<kMasked, kTerms> pairs = {params, list};
   run_warpgroups<PairsTile>(
       shared.tile, [&](StepLoader<PairsTile>& loader) { pairs.load(loader, maps); },
       [&](StepMultiplier<PairsTile>& multiplier, uint32_t s_strip, int row) {
@@ -334,9 +351,9 @@ __global__ void __launch_bounds__(PairsTile::kThreads, 1)
 template <bool kMasked, bool kTerms>
 cudaError_t launch(const SplitHalfScorePairsParams& params, const ScorePairsMaps& maps, cudaStream_t stream) {
   const Slice& slice = params.weights.slice;
-  const int64_t of_matrix = ScoreTiles<PairsTile, false>(slice, params.weights.sequence.causal).of_matrix();
-  return launch_persistent<PairsTile, sizeof(ScorePairsShared)>(split_half_score_pairs_kernel<kMasked, kTerms>,
-                                                                slice.batch_count * of_matrix, stream, params, maps);
+  const PairsTiles list(slice, params.weights.sequence.causal);
+  return launch_persistent<PairsTile, sizeof(ScorePairsShared)>(
+      split_half_score_pairs_kernel<kMasked, kTerms>, slice.batch_count * list.of_matrix(), stream, params, maps, list);
 }
 
 }  // namespace
