@@ -24,7 +24,7 @@ struct SplitHalfBackwardSizes {
 };
 
 // Whether scores are made twice, first for what their rows need, instead of kept as floats: 20 bytes of a score less against both
-// products again, which by the estimate is about even at head dims of 192.
+// products again. By the estimate that would pay up to 256; measure it there first.
 constexpr bool split_half_scores_twice(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 128; }
 
 // Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting: some into so many parts; or
@@ -220,7 +220,7 @@ class SplitHalfBackwardPlanner {
   // before delta was made there.
   static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 4600, kSumStep = 1200, kSumTile = 2200,
                            kLaunch = 4000;
-  static constexpr int64_t kNarrowSumStep = 750;  // of 128 x 64: not fitted
+  static constexpr int64_t kNarrowSumStep = 1400;  // of 128 x 64
   // Of scores that are made twice, neither fitted: sums are kept in registers, terms are 128 KB a tile on their way to memory.
   static constexpr int64_t kPairSumsTile = 1500, kPairTermsTile = 4000;
 

@@ -151,13 +151,13 @@ def test_sums_in_parts(L: int, S: int, causal: bool, poison_all: None) -> None:
 
 
 @on_gpu
-@pytest.mark.parametrize("dims", [(64, 64), (128, 96), (136, 64)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 96)], ids=str)
 def test_sums_in_shares(dims: tuple[int, int], poison_all: None) -> None:
-    """More long sums than SMs, but not twice as many: an equal share of their steps for each, also where lengths leave some out."""
-    for L, S in ((1500, 1500), (1400, 1700)):
-        error_rule.settle(lambda L=L, S=S: hold(*draw((2, 2), L, S, dims)))
+    """Two matrices at a time have 72 long sums: an equal share of their steps for each SM, also where lengths leave some out."""
+    room = {"workspace_bytes": 64 * MIB}
     inputs, lengths = draw((2, 2), 1500, 1500, dims), torch.tensor([700, 0], device="cuda", dtype=torch.int32)
-    ours, want = (gradients(*inputs, key_lengths=lengths, kernel_name=name) for name in (KERNEL.name, "pipeline"))
+    error_rule.settle(lambda: hold(*inputs, **room))
+    ours, want = (gradients(*inputs, key_lengths=lengths, kernel_name=name, **room) for name in (KERNEL.name, "pipeline"))
     for a, b in zip(ours, want, strict=True):
         assert (a.double() - b.double()).norm() <= 2e-6 * b.double().norm()
 

@@ -68,19 +68,4 @@ __device__ __forceinline__ void drop_fragment(float (&x)[kCount], int half, cons
   }
 }
 
-// The same as bits, bit i for x[i], of a thread's two rows, `row` and `row` + 8, of 128 keys: short code, and two registers.
-__device__ __forceinline__ uint64_t kept_of_fragment(const Dropout& dropout, int64_t seed, int64_t n, int row, int first_quad) {
-  const bool odd = threadIdx.x % 2 != 0;
-  uint64_t kept = 0;
-#pragma unroll 1
-  for (int i = 0; i < 64; i += i % 8 == 0 ? 2 : 6) {
-    const int quad = first_quad + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
-    const uint32_t keep = kept_of_quad(dropout, seed, n, row + i % 8 * 4, quad);
-    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);
-    const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
-    kept |= static_cast<uint64_t>((first & 3) | (second & 3) << 4) << i;
-  }
-  return kept;
-}
-
 }  // namespace attention_ext

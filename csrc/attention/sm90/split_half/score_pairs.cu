@@ -37,6 +37,21 @@ struct ScorePairsShared {
   uint32_t largest[2][PairsTile::kConsumers][2 * kSegments][4];  // of a warp's rows; one tile's and the next one's
 };
 
+// What drop_fragment keeps, bit i for x[i], of a thread's two rows, `row` and `row` + 8, and 128 keys: short code, two registers.
+__device__ __forceinline__ uint64_t kept_of_fragment(const Dropout& dropout, int64_t seed, int64_t n, int row, int first_quad) {
+  const bool odd = threadIdx.x % 2 != 0;
+  uint64_t kept = 0;
+#pragma unroll 1
+  for (int i = 0; i < 64; i += i % 8 == 0 ? 2 : 6) {
+    const int quad = first_quad + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
+    const uint32_t keep = kept_of_quad(dropout, seed, n, row + i % 8 * 4, quad);
+    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);
+    const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
+    kept |= static_cast<uint64_t>((first & 3) | (second & 3) << 4) << i;
+  }
+  return kept;
+}
+
 template <bool kMasked, bool kTerms>
 struct ScorePairs {
   const SplitHalfScorePairsParams& p;
