@@ -345,30 +345,28 @@ struct ScorePairs {
   }
 };
 
-template <bool kMasked, bool kTerms>
-__global__ void __launch_bounds__(PairsTile::kThreads, 1)
+template <class Work, class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
     split_half_score_pairs_kernel(const __grid_constant__ SplitHalfScorePairsParams params,
                                   const __grid_constant__ ScorePairsMaps maps, const __grid_constant__ PairsTiles list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   ScorePairsShared& shared = *reinterpret_cast<ScorePairsShared*>(s_bytes);
-  const ScorePairs<kMasked, kTerms> pairs = {params, list};
-  run_warpgroups<PairsTile>(
-      shared.tile, [&](StepLoader<PairsTile>& loader) { pairs.load(loader, maps); },
-      [&](StepMultiplier<PairsTile>& multiplier, uint32_t s_strip, int row) {
-        pairs.multiply(multiplier, s_strip, row, shared);
-      });
+  const Work pairs = {params, list};
+  run_warpgroups<Tile>(
+      shared.tile, [&](StepLoader<Tile>& loader) { pairs.load(loader, maps); },
+      [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) { pairs.multiply(multiplier, s_strip, row, shared); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
 }
 
-template <bool kMasked, bool kTerms>
+template <class Work>
 cudaError_t launch(const SplitHalfScorePairsParams& params, const ScorePairsMaps& maps, cudaStream_t stream) {
   const Slice& slice = params.weights.slice;
   const PairsTiles list(slice, params.weights.sequence.causal);
   return launch_persistent<PairsTile, sizeof(ScorePairsShared)>(
-      split_half_score_pairs_kernel<kMasked, kTerms>, slice.batch_count * list.of_matrix(), stream, params, maps, list);
+      split_half_score_pairs_kernel<Work, PairsTile>, slice.batch_count * list.of_matrix(), stream, params, maps, list);
 }
 
 }  // namespace
@@ -389,9 +387,9 @@ cudaError_t launch_split_half_score_pairs(const SplitHalfScorePairsParams& param
   make(maps.value, value_terms, keys, slice.col_count, params.grads.E);
   if (status != cudaSuccess) return status;
   if (of_weights.mask_type != MaskType::kNone) {
-    return terms ? launch<true, true>(params, maps, stream) : launch<true, false>(params, maps, stream);
+    return terms ? launch<ScorePairs<true, true>>(params, maps, stream) : launch<ScorePairs<true, false>>(params, maps, stream);
   }
-  return terms ? launch<false, true>(params, maps, stream) : launch<false, false>(params, maps, stream);
+  return terms ? launch<ScorePairs<false, true>>(params, maps, stream) : launch<ScorePairs<false, false>>(params, maps, stream);
 }
 
 }  // namespace attention_ext
