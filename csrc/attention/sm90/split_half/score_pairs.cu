@@ -23,6 +23,7 @@ namespace {
 
 using PairsTile = SplitHalfWgmmaTile<false, kSplitHalfPromoted>;
 constexpr int kSegments = PairsTile::kN / kSegment, kOfSegment = kSegment / 2;  // of a thread: two rows' share of a segment
+static_assert(kSegments * kOfSegment == PairsTile::kN / 2, "a thread's sums");
 static_assert(kSegment == kSplitHalfBlock && PairsTile::kM == 2 * kSplitHalfBlock,
               "a warpgroup's rows by a segment have one power");
 
@@ -36,21 +37,6 @@ struct ScorePairsShared {
   PairsTile::Shared tile;
   uint32_t largest[2][PairsTile::kConsumers][2 * kSegments][4];  // of a warp's rows; one tile's and the next one's
 };
-
-// What drop_fragment keeps, bit i for x[i], of a thread's two rows, `row` and `row` + 8, and 128 keys: short code, two registers.
-__device__ __forceinline__ uint64_t kept_of_fragment(const Dropout& dropout, int64_t seed, int64_t n, int row, int first_quad) {
-  const bool odd = threadIdx.x % 2 != 0;
-  uint64_t kept = 0;
-#pragma unroll 1
-  for (int i = 0; i < 64; i += i % 8 == 0 ? 2 : 6) {
-    const int quad = first_quad + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
-    const uint32_t keep = kept_of_quad(dropout, seed, n, row + i % 8 * 4, quad);
-    const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);
-    const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
-    kept |= static_cast<uint64_t>((first & 3) | (second & 3) << 4) << i;
-  }
-  return kept;
-}
 
 template <bool kMasked, bool kTerms>
 struct ScorePairs {
@@ -200,6 +186,21 @@ struct ScorePairs {
     }
 #pragma unroll
     for (int i = 0; i < PairsTile::kN / 2; ++i) grads[i] = (kept >> i & 1) != 0 ? grads[i] : 0.0f;
+  }
+  // What drop_fragment keeps, bit i for x[i], of a thread's two rows, `row` and `row` + 8, and 128 keys: short code, two registers.
+  static __device__ __forceinline__ uint64_t kept_of_fragment(const Dropout& dropout, int64_t seed, int64_t n, int row,
+                                                              int first_quad) {
+    const bool odd = threadIdx.x % 2 != 0;
+    uint64_t kept = 0;
+#pragma unroll 1
+    for (int i = 0; i < 64; i += i % 8 == 0 ? 2 : 6) {
+      const int quad = first_quad + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
+      const uint32_t keep = kept_of_quad(dropout, seed, n, row + i % 8 * 4, quad);
+      const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);
+      const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
+      kept |= static_cast<uint64_t>((first & 3) | (second & 3) << 4) << i;
+    }
+    return kept;
   }
   // Which weights dropout keeps.
   __device__ __forceinline__ uint64_t kept_of(const ScorePlace& at, int row) const {
