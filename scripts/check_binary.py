@@ -26,7 +26,7 @@ SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma
 SPLIT = "SplitHalfWgmmaTile"  # the tile of these: float operands as two half terms
 SPLIT_PRODUCTS = (
     *("WgmmaLinearWork", "SplitHalfScoresWork", "SplitHalfValuesWork"),
-    *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel"),
+    *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel", "split_half_score_pairs_kernel"),
 )
 FUSED = ("fused_forward_kernel", "rows_forward_kernel")
 WARPGROUP_ARCH = "sm_90a"

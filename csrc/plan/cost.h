@@ -12,6 +12,8 @@
 
 namespace attention_ext {
 
+constexpr int64_t kReadBytes = 4000, kWrittenBytes = 1950;  // a ns, from memory and to it
+
 // a * b, and kMostCost where that is more.
 constexpr int64_t times(int64_t a, int64_t b) { return b > 0 && a > kMostCost / b ? kMostCost : a * b; }
 constexpr int64_t times(int64_t a, int64_t b, int64_t c) { return times(times(a, b), c); }

@@ -8,21 +8,22 @@ namespace {
 
 // ns
 constexpr int64_t kLaunch = 1100;
-constexpr int64_t kTile = 3000;                        // beginning and end of a tile
-constexpr int64_t kTileQueryStep = 40;                 // its queries in, by 64 of E
-constexpr int64_t kTileValueStep = 260;                // its results out, by 64 of Ev
-constexpr int64_t kPieceTile = 5200, kPieceStep = 60;  // the first two of a piece of the keys, by 64 of E and of Ev: few rows
-constexpr int64_t kCombine = 3500;                     // a launch, which combines what pieces left
-constexpr int64_t kFreshStep = 92;                     // more for both, where no tile before hides them
-constexpr int64_t kBlock = 750;                        // a block of keys: softmax and barriers
-constexpr int64_t kStep = 140;                         // 64 x 128 x 64 multiply-adds of a block
-constexpr int64_t kPass = 3700;                        // more columns of values, after the first ones
-constexpr int64_t kMaskTile = 2600;                    // blocks looked up and marked
-constexpr int64_t kMaskBlock = 440;                    // scores of a block by the instance for masks and dropout
-constexpr int64_t kMaskRows = 650;                     // a block's part of a mask whose rows differ, for 64 of them
-constexpr int64_t kFirstBytes = 3700;                  // before bytes come from memory at its rate
-// Bytes a ns.
-constexpr int64_t kReadBytes = 4000, kWrittenBytes = 1700, kL2Bytes = 14500;
+constexpr int64_t kTile = 2700;                       // beginning and end of a tile
+constexpr int64_t kTileQueryStep = 25;                // its queries in, by 64 of E
+constexpr int64_t kTileValueStep = 300;               // its results out, by 64 of Ev
+constexpr int64_t kPieceTile = 800, kPieceStep = 20;  // the first two of a piece of the keys, by 64 of E and of Ev: few rows
+constexpr int64_t kNextPiece = 2100;                  // the end of a piece that does not run under the loads of the next one
+constexpr int64_t kCombine = 4100;                    // a launch, which combines what pieces left
+constexpr int64_t kFreshStep = 155;                   // more for both, where a tile's loads do not run under the one before
+constexpr int kAheadSlots = 4;                        // of a ring that has room for some of the next tile's
+constexpr int64_t kBlock = 790;                       // a block of keys: softmax and barriers
+constexpr int64_t kStep = 140;                        // 64 x 128 x 64 multiply-adds of a block
+constexpr int64_t kPass = 2400;                       // more columns of values, after the first ones
+constexpr int64_t kMaskTile = 3600;                   // blocks looked up and marked
+constexpr int64_t kMaskBlock = 450;                   // scores of a block by the instance for masks and dropout
+constexpr int64_t kMaskRows = 420;                    // a block's part of a mask whose rows differ, for 64 of them
+constexpr int64_t kFirstBytes = 3700;                 // before bytes come from memory at its rate
+constexpr int64_t kL2Bytes = 14500;                   // a ns
 
 }  // namespace
 
@@ -56,20 +57,20 @@ int64_t fused_cost(const Problem& p, const DeviceInfo& card, int64_t cap, int he
   int64_t tile = split ? kPieceTile + kPieceStep * steps
                        : kTile + kTileQueryStep * query_steps + kTileValueStep * value_steps * passes -
                              kStep * value_steps * passes * std::min<int64_t>(missing_keys, kFusedKeys) / kFusedKeys +
-                             (passes - 1) * (kPass + kStep * value_steps * blocks);
-  if (!grid.ctas_stay) tile += kFreshStep * steps;
+                             (passes - 1) * (kPass + (kStep + shape.ring_ns) * value_steps * blocks);
+  if (!grid.ctas_stay || shape.slots < kAheadSlots) tile += kFreshStep * steps;
   if (masked) tile += kMaskTile;
 
-  // A piece's end runs under the loads of the next one, where a CTA takes that.
-  const int64_t rounds = ceil_div(grid.tiles, sms), ends = split && grid.ctas_stay ? 1 : rounds;
-  const int64_t longest = tile + times(blocks, block);
-  int64_t busy = times(ends, tile) + times(rounds, blocks, block);
+  // Much of a piece's end runs under the loads of the next one, where a CTA takes that.
+  const int64_t rounds = ceil_div(grid.tiles, sms), longest = tile + times(blocks, block);
+  int64_t busy = times(rounds, blocks, block) + tile + times(rounds - 1, split && grid.ctas_stay ? kNextPiece : tile);
   if (p.causal && grid.tiles > sms) {
-    // Longest first within a group, so only the last group's longest tile can come late.
+    // Longest first within a group, so only the last group's longest tile can come late: when what other SMs run is half done.
     const int64_t groups = p.N / group, row_tiles = ceil_div(p.L * group, rows);
     const int64_t blocks_of_group = visible_blocks(p.L, S, rows / group, kFusedKeys, true);
     const int64_t of_group = times(grid.tiles / (groups * row_tiles), times(row_tiles, tile) + times(blocks_of_group, block));
-    busy = std::max(times(groups, of_group) / sms, times(groups - 1, of_group) / sms + longest);
+    const int64_t late = std::max<int64_t>(times(groups - 1, of_group) / sms - of_group / (2 * grid.tiles / groups), 0);
+    busy = std::max(times(groups, of_group) / sms, late + longest);
   }
   const int64_t element = element_bytes(p.type);
   const int64_t read = times(element, times(p.N, p.L, p.E) + times(p.key.matrices, S, p.E) + times(p.value.matrices, S, p.Ev));

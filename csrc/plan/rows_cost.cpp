@@ -8,13 +8,12 @@ namespace {
 
 // ns
 constexpr int64_t kLaunch = 2500;
-constexpr int64_t kTile = 2000;                             // beginning and end of a tile
-constexpr int64_t kTileStep = 540;                          // of them by 64 of E and of Ev: its queries in, its results out
-constexpr int64_t kPieceTile = 1500, kPieceTileStep = 150;  // the same of a piece of the keys, which has few rows
-constexpr int64_t kCombine = 2500;                          // a launch, which combines what pieces left
-constexpr int64_t kMaskBlock = 700;                         // scores of a block by the instance for masks and dropout
-constexpr int64_t kFirstBytes = 3700;                       // before bytes come from memory at its rate
-constexpr int64_t kReadBytes = 4000, kWrittenBytes = 1700;  // bytes a ns
+constexpr int64_t kTile = 2000;        // beginning and end of a tile
+constexpr int64_t kTileStep = 540;     // of them by 64 of E and of Ev: its queries in, its results out
+constexpr int64_t kPieceTile = 1150;   // both of a piece of the keys, which has few rows
+constexpr int64_t kCombine = 2550;     // a launch, which combines what pieces left
+constexpr int64_t kMaskBlock = 700;    // scores of a block by the instance for masks and dropout
+constexpr int64_t kFirstBytes = 3700;  // before bytes come from memory at its rate
 
 }  // namespace
 
@@ -27,8 +26,8 @@ int64_t rows_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   const PiecesWorkspace plan = rows_workspace_of(rows_problem(p), cap).pieces;
   const bool split = plan.split.pieces > 1;
   const RowsGrid grid = rows_grid(head_dim_class, general, p.N, static_cast<int>(group), p.L, plan.split.pieces, card.sms);
-  const int64_t block = grid.block_ns + (general ? kMaskBlock : 0), steps = shape.query_steps + shape.value_steps;
-  const int64_t tile = split ? kPieceTile + kPieceTileStep * steps : kTile + kTileStep * steps;
+  const int64_t block = grid.block_ns + (general ? kMaskBlock : 0);
+  const int64_t tile = split ? kPieceTile : kTile + kTileStep * (shape.query_steps + shape.value_steps);
   const int64_t blocks = split ? plan.split.blocks : std::max<int64_t>(ceil_div(S, shape.keys), 1);
   const int64_t longest = tile + times(blocks, block);
   // Ends of pieces run under the loads of the next ones.

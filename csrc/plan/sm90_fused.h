@@ -24,9 +24,9 @@ struct FusedTileShape {
 constexpr FusedTileShape fused_tile_shape(int head_dim_class) {
   return head_dim_class <= 384   ? FusedTileShape{6, 3, 4, 0}  // 208 KB; a fifth slot would be 240
          : head_dim_class <= 512 ? FusedTileShape{8, 4, 4, 0}  // 224 KB
-         : head_dim_class <= 768 ? FusedTileShape{12, 4, 3, 47}
+         : head_dim_class <= 768 ? FusedTileShape{12, 4, 3, 11}
                                  // 224 KB; CTAs share the columns of values, or take them in passes
-                                 : FusedTileShape{16, 4, 2, 146};  // 224 KB; the same
+                                 : FusedTileShape{16, 4, 2, 100};  // 224 KB; the same
 }
 
 // Of sm90_512, by the larger of E and Ev up to 512; of sm90_1024, by E up to 1024.

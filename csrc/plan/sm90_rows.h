@@ -71,7 +71,7 @@ inline RowsGrid rows_grid(int head_dim_class, bool general, int64_t N, int group
     const int64_t tiles = N / group * ceil_div(L * group, rows_of_tile(rows, group)) * pieces;
     return RowsGrid{rows, tiles, ceil_div(tiles, sms), block_ns};
   };
-  if (pieces > 1) return grid(kSplitRows, rows_tile_shape(head_dim_class).block_ns * 9 / 16);
+  if (pieces > 1) return grid(kSplitRows, rows_tile_shape(head_dim_class).block_ns * 5 / 8);
   const RowsGrid narrow = grid(128, rows_tile_shape(head_dim_class).block_ns), wide = grid(192, 1700);
   return head_dim_class == 64 && !general && wide.rounds * wide.block_ns < narrow.rounds * narrow.block_ns ? wide : narrow;
 }

@@ -25,6 +25,8 @@ struct RowsBackwardShape {
   int row_block_ns, col_block_ns;  // that a block of each takes
 
   constexpr bool roles() const { return col_keys == 64; }
+  // Keys of a cell of a mask's marks (plan/sm90_rows.h): blocks and tiles of either kernel are whole cells.
+  constexpr int marked_keys() const { return row_keys % 64 == 0 ? 64 : 32; }
 };
 
 constexpr int kRowsBackwardTile = 128;  // queries of a tile of the row kernel

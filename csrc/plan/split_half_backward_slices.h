@@ -23,10 +23,16 @@ struct SplitHalfBackwardSizes {
   int64_t keys() const { return keys_of_rows(L); }
 };
 
-// Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting, and into how many parts.
+// Whether scores are made twice, first for what their rows need, instead of kept as floats: 20 bytes of a score less against both
+// products again. By the estimate that would pay up to 256; measure it there first.
+constexpr bool split_half_scores_twice(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 128; }
+
+// Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting: some into so many parts; or
+// all, into an equal share for every SM.
 struct SplitHalfGradientParts {
   bool of_rows, of_keys;  // those of dQ; those of dK and dV
   int64_t count;
+  bool in_shares;
 };
 
 // The slices of a range of rows: of so many matrices each, and the bytes from the workspace's beginning: facts and marks of all
@@ -214,7 +220,9 @@ class SplitHalfBackwardPlanner {
   // before delta was made there.
   static constexpr int64_t kStep = 1300, kWeightsTile = 4700, kGradsTile = 4600, kSumStep = 1200, kSumTile = 2200,
                            kLaunch = 4000;
-  static constexpr int64_t kNarrowSumStep = 750;  // of 128 x 64: not fitted
+  static constexpr int64_t kNarrowSumStep = 1400;  // of 128 x 64
+  // Of scores that are made twice, neither fitted: sums are kept in registers, terms are 128 KB a tile on their way to memory.
+  static constexpr int64_t kPairSumsTile = 1500, kPairTermsTile = 4000;
 
   // Time of the gradients' sums over a piece.
   int64_t sums_ns(const SplitHalfBackwardSlices& s, const SplitHalfGradientParts& parts) const {
@@ -228,35 +236,49 @@ class SplitHalfBackwardPlanner {
     if ((parts.of_rows && query_steps < kLeast * parts.count) || (parts.of_keys && key_steps < kLeast * parts.count))
       return kMostCost;
     const int64_t step = std::max(sizes_.E, sizes_.Ev) <= 64 ? kNarrowSumStep : kSumStep;
+    if (parts.in_shares) {
+      const int64_t steps = std::max(query_steps, key_steps), share = ceil_div(times(queries + keys, steps), sms_);
+      return share * step + (share / steps + 2) * kSumTile;
+    }
     const int64_t of_query = parts.of_rows ? parts.count : 1, of_key = parts.of_keys ? parts.count : 1;
     return makespan(queries * of_query, ceil_div(query_steps, of_query) * step + kSumTile, keys * of_key,
                     ceil_div(key_steps, of_key) * step + kSumTile, sms_);
   }
   void choose_parts(SplitHalfBackwardSlices& s) const {
-    s.parts = {false, false, 1};
+    s.parts = {false, false, 1, false};
     int64_t best = sums_ns(s, s.parts);
     for (const int64_t count : {2, 4, 8}) {
       for (int kinds = 1; kinds < 4; ++kinds) {
-        const SplitHalfGradientParts parts = {kinds % 2 != 0, kinds >= 2, count};
+        const SplitHalfGradientParts parts = {kinds % 2 != 0, kinds >= 2, count, false};
         const int64_t ns = sums_ns(s, parts);
         if (ns >= best - best / 16) continue;  // a part waits for the one before it: not for little
         best = ns;
         s.parts = parts;
       }
     }
+    // Of sums that are about as long, all of which one head has.
+    const int64_t longer = std::max(s.rows, s.all_keys), shorter = std::min(s.rows, s.all_keys);
+    if (sizes_.causal || s.keys < s.all_keys || std::min(s.matrices, sizes_.group) > 1 || longer > 2 * shorter) return;
+    const SplitHalfGradientParts shares = {false, false, 1, true};
+    if (sums_ns(s, shares) < best - best / 16) s.parts = shares;
   }
 
   int64_t ns(const SplitHalfBackwardSlices& s) const {
     constexpr int64_t kBytesPerNs = 2600, kTermsBytesPerNs = 3800, kSplitBytesPerNs = 3000, kL2 = 30000000;
     const int64_t pieces = ceil_div(s.all_keys, s.keys), width = sizes_.E + sizes_.Ev, tiles = times(s.matrices, seen_tiles(s));
     const int64_t steps = ceil_div(sizes_.E, 64) + ceil_div(sizes_.Ev, 64);
-    const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), steps * kStep + kWeightsTile + kGradsTile);
-    const int64_t sums = times(pieces, sums_ns(s, s.parts)), score_bytes = times(tiles, kSplitHalfTile * kSplitHalfTile * 16);
+    const bool twice = split_half_scores_twice(sizes_.E, sizes_.Ev);
+    const int64_t of_tile =
+        twice ? 2 * steps * kStep + kPairSumsTile + kPairTermsTile : steps * kStep + kWeightsTile + kGradsTile;
+    const int64_t scores = times(pieces, ceil_div(ceil_div(tiles, pieces), sms_), of_tile),
+                  sums = times(pieces, sums_ns(s, s.parts));
+    const int64_t score_bytes = twice ? 0 : times(tiles, kSplitHalfTile * kSplitHalfTile * 16);  // of floats that become terms
     const int64_t rows = s.matrices * s.rows * width, keys = s.key_matrices * s.all_keys * width;
-    const int64_t split = 8 * (rows + (pieces > 1 ? keys + s.key_matrices * s.all_keys * sizes_.E : keys));
+    const int64_t again = pieces == 1 ? 0 : twice ? keys : s.key_matrices * s.all_keys * sizes_.E;
+    const int64_t split = 8 * (rows + keys + again);
     const int64_t cold = 4 * (rows + keys) > kL2 ? 4 * (rows + keys) : 0;
     const int64_t carried = s.row_begin > 0 || s.matrices < sizes_.group ? 8 * keys : 0;
-    const int64_t launches = pieces > 1 ? 2 + 5 * pieces : 6;
+    const int64_t launches = (pieces > 1 ? 2 + 5 * pieces : 6) - (twice ? 1 : 0);
     const int64_t of_slice = launches * kLaunch + scores + sums + score_bytes / kTermsBytesPerNs + split / kSplitBytesPerNs +
                              (cold + carried) / kBytesPerNs;
     return times(ceil_div(sizes_.N, s.matrices), of_slice);

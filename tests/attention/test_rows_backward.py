@@ -211,6 +211,53 @@ def test_masks(hopper: None, dims: tuple[int, int], kind: str, p: float, poison_
             assert (ours - theirs).norm() <= 2e-3 * theirs.norm(), (L, S)
 
 
+def hiding(kind: str, heads: int, L: int, S: int, dtype: torch.dtype) -> Tensor:
+    """Masks that hide whole blocks: of queries 128 to 255 all, of keys 256 to 383 all."""
+    row, key = torch.arange(L, device="cuda")[:, None], torch.arange(S, device="cuda")
+    away = (row * S // L - key).abs()
+    match kind:
+        case "padding":
+            shown = key < torch.tensor([S // 3, S - 65], device="cuda")[:, None, None, None]
+        case "documents":
+            shown = (row * 5 // L == key * 5 // S)[None, None]
+        case "heads":
+            shown = away < S // 16 * torch.arange(1, heads + 1, device="cuda")[None, :, None, None]
+        case _:
+            shown = (away < S // 8)[None, None]
+    shown = shown & ((key < 256) | (key >= 384))
+    if kind != "padding":
+        shown = shown & ((row < 128) | (row >= 256))
+    return torch.where(shown, 0.5, float("-inf")).to(dtype) if kind == "bias" else shown
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("p", [0.0, 0.4])
+@pytest.mark.parametrize("kind", ["band", "padding", "documents", "heads", "bias"])
+@pytest.mark.parametrize("dims", WIDEST, ids=str)
+def test_hidden_blocks_are_left_out(hopper: None, dims: tuple[int, int], kind: str, p: float, poison_all: None) -> None:
+    """The bits of all blocks multiplied, as without room for the marks; and NaN in keys that are hidden from all is not read."""
+    for number, (L, S, heads) in enumerate([(1024, 1024, (2, 2)), (777, 1101, (4, 2)), (300, 2000, (6, 2))]):
+        dtype = HALVES[number % 2]
+        q, k, v = draw(2, heads, L, S, dims, dtype)
+        grad = normal(2, heads[0], L, dims[1], dtype=dtype)
+        mask = hiding(kind, heads[0], L, S, dtype)
+        seed = torch.tensor([7], device="cuda") if p else None
+        out, lse = sdpa_forward(q, k, v, mask, seed, p, False, enable_gqa=heads[0] != heads[1])
+
+        def run(key: Tensor, value: Tensor, **options: int) -> list[Tensor]:
+            options |= {"enable_gqa": heads[0] != heads[1], "kernel_name": KERNEL.name}  # noqa: B023
+            return list(sdpa_backward(grad, None, q, key, value, mask, out, lse, seed, p, False, **options)[:3])  # noqa: B023
+
+        want = run(k, v, workspace_bytes=1)
+        hidden = [t.clone() for t in (k, v)]
+        for t in hidden:
+            t[:, :, 288:384] = float("nan")  # whole blocks of every class
+        for got in (run(k, v), run(*hidden)):
+            assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True)), (L, S)
+        assert kind == "padding" or not want[0][:, :, 128:256].any()
+        assert not want[1][:, :, 256:384].any() and not want[2][:, :, 256:384].any()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dims", WIDEST, ids=str)

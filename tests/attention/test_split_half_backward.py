@@ -54,6 +54,12 @@ def test_what_it_takes(facts: dict[str, int], clause: str) -> None:
     assert planned(**facts)[1] == clause
 
 
+def test_narrow_heads_cost_less() -> None:
+    """Up to the head dim whose scores are made twice, and beyond."""
+    costs = [planned(N=64, L=2048, S=2048, E=E, Ev=E)[2] for E in (64, 128, 136, 256)]
+    assert costs == sorted(costs) and costs[0] < costs[-1]
+
+
 def test_the_gradient_of_a_mask_is_chosen() -> None:
     """And costs something."""
     (kernel, _, cost), (_, _, without) = planned(mask=3, mask_grad=1), planned(mask=3)
@@ -127,9 +133,10 @@ def test_lengths(dims: tuple[int, int], causal: bool, poison_all: None) -> None:
 @pytest.mark.parametrize("cap", [1 << 27, 8 * MIB, 3 * MIB, 600_000, 1], ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (4, 1)], ids=str)
-def test_slices(heads: tuple[int, int], causal: bool, cap: int, poison_all: None) -> None:
+@pytest.mark.parametrize("dims", [(72, 136), (72, 128), (33, 64)], ids=str)  # scores kept as floats, and made twice
+def test_slices(dims: tuple[int, int], heads: tuple[int, int], causal: bool, cap: int, poison_all: None) -> None:
     for L, S in ((600, 700), (900, 200), (200, 900)):
-        error_rule.settle(lambda L=L, S=S: hold(*draw(heads, L, S, (72, 136)), causal=causal, workspace_bytes=cap))
+        error_rule.settle(lambda L=L, S=S: hold(*draw(heads, L, S, dims), causal=causal, workspace_bytes=cap))
 
 
 @on_gpu
@@ -139,6 +146,18 @@ def test_sums_in_parts(L: int, S: int, causal: bool, poison_all: None) -> None:
     """Few long sums: parts of one, by several SMs, are added in one order."""
     error_rule.settle(lambda: hold(*draw((2, 1), L, S, (40, 64)), causal=causal))
     error_rule.settle(lambda: hold(*draw((1, 1), L, S, (136, 72)), causal=causal))
+
+
+@on_gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 96)], ids=str)
+def test_sums_in_shares(dims: tuple[int, int], poison_all: None) -> None:
+    """Two matrices at a time have 72 long sums: an equal share of their steps for each SM, also where lengths leave some out."""
+    room = {"workspace_bytes": 64 * MIB}
+    inputs, lengths = draw((2, 2), 1500, 1500, dims), torch.tensor([700, 0], device="cuda", dtype=torch.int32)
+    error_rule.settle(lambda: hold(*inputs, **room))
+    ours, want = (gradients(*inputs, key_lengths=lengths, kernel_name=name, **room) for name in (KERNEL.name, "pipeline"))
+    for a, b in zip(ours, want, strict=True):
+        assert (a.double() - b.double()).norm() <= 2e-6 * b.double().norm()
 
 
 @on_gpu
@@ -160,10 +179,11 @@ def test_masks(kind: str, poison_all: None) -> None:
 
 
 @on_gpu
+@pytest.mark.parametrize("E", [64, 128, 136])
 @pytest.mark.parametrize("kind", ["causal", "bool"])
-def test_a_single_key(kind: str) -> None:
+def test_a_single_key(kind: str, E: int) -> None:
     """The gradient of a query that sees one key is 0, bit by bit, but for what comes by the log-sum-exp."""
-    q, k, v, grad = draw((2, 2), 100, 300, (64, 64))
+    q, k, v, grad = draw((2, 2), 100, 300, (E, 64))
     mask = torch.rand(100, 300, device="cuda") < 0.5 if kind == "bool" else None
     if mask is not None:
         mask[0] = torch.arange(300, device="cuda") == 77

@@ -35,7 +35,7 @@ def names() -> list[str]:
     halves = [f"_Z{kernel}I9WgmmaTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
     split = (
         *("WgmmaLinearWork", "SplitHalfScoresWork", "SplitHalfValuesWork"),
-        *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel"),
+        *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel", "split_half_score_pairs_kernel"),
     )
     return [*fused, *halves, *(f"_Z{kernel}I18SplitHalfWgmmaTileEEv" for kernel in split)]
 

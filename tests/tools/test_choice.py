@@ -16,18 +16,8 @@ from shapes import SHAPES
 
 OPS = torch.ops.attention_ext
 RECORDED = json.loads((ROOT / "bench" / "results" / "kernels" / "nvidia_h200.json").read_text())["shapes"]
-# Where the choice is beyond 5 % of the best: estimates are to be fitted again.
-BEYOND = {
-    "1 16 16 64 4096 512 512 bf16 -",
-    "1 3 3 129 2001 288 288 fp16 -",
-    "1 32 32 64 16384 512 512 bf16 -",
-    "1 8 1 2048 2048 512 512 bf16 causal",
-    "4 8 8 65 8192 384 384 fp16 -",
-    "1 16 2 1024 1024 576 576 bf16 causal",
-    "16 16 16 256 256 768 768 bf16 causal",
-    "3 5 5 777 333 520 520 fp16 -",
-    "1 32 4 1 8192 512 512 bf16 -",
-}
+# Where the choice is beyond 5 % of the best: by both kernels' estimates memory bounds it, so they are equal.
+BEYOND = {"1 32 4 1 8192 512 512 bf16 -"}
 
 
 @pytest.mark.parametrize("name", RECORDED)

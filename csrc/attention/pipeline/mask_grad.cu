@@ -8,6 +8,8 @@
 //    sums are in a fixed order: no atomics, the same bits every time.
 // Grid: one CTA per matrix of the slice, share of its terms, rows and column tile of the mask; of the matrices that share one of
 // the mask the first one's CTAs work. Shared memory: 8 x 512 accumulators, 16 KB (double: 32 KB). 124 registers: two CTAs an SM.
+#include <type_traits>
+
 #include "attention/pipeline/params.h"
 #include "attention/pipeline/stage.h"
 #include "attention/visibility/key_range.cuh"
@@ -17,6 +19,8 @@
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
+#include "gemm/split_half/epilogue.cuh"
+#include "gemm/split_half/params.h"
 
 namespace attention_ext {
 namespace {
@@ -124,6 +128,39 @@ __device__ __forceinline__ void add_terms(Accumulator<T> (&sums)[kQuads][4], con
   }
 }
 
+// Where a float would lie, of dS as two half terms (MaskGradParams::score_exponents).
+struct ScoreTerms {
+  float place;
+};
+
+// The same of such a row; g_exponents: of its tiles.
+__device__ __forceinline__ void add_terms(float (&sums)[kQuads][4], const ScoreTerms* g_row, const int32_t* g_exponents,
+                                          int begin, int end) {
+  constexpr int kBlock = kSplitHalfBlock;
+  const int first = begin + static_cast<int>(threadIdx.x) % 32 * 4;
+  int exponents[kQuads];
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) exponents[q] = first + q * 128 < end ? g_exponents[(first + q * 128) / kBlock] : kRowOfZeros;
+#pragma unroll
+  for (int q = 0; q < kQuads; ++q) {
+    const int col = first + q * 128, in_block = col % kBlock;
+    if (col >= end) continue;
+    const ScoreTerms* g_block = g_row + (col - in_block);
+    float x[4], low[4];
+    if (exponents[q] == kTileOfFloats) {
+      load_quad<float>(x, reinterpret_cast<const float*>(g_block), in_block, kBlock, 1, true);
+    } else {
+      const __half* g_high = reinterpret_cast<const __half*>(g_block);
+      load_quad<__half>(x, g_high, in_block, kBlock, 1, true);
+      load_quad<__half>(low, g_high + kBlock, in_block, kBlock, 1, true);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = times_power_of_two(x[e] + low[e], exponents[q]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[q][e] += col + e < end ? x[e] : 0.0f;
+  }
+}
+
 template <class Out, class Acc>
 __device__ __forceinline__ void store_as(const MatrixView& view, int64_t offset, int col, int end, const Acc (&sums)[4]) {
   Accumulator<Out> rounded[4];
@@ -198,7 +235,15 @@ __global__ void __launch_bounds__(kCtaThreads)
         // Tiles of keys that a row does not see may not have been written.
         const int written = work.partial ? static_cast<int>(work.cols) : range.end_of_row(problem_row + i);
         const int end = p.cols_kept ? min(written, tile_begin + kCols) : written;
-        for (int begin = tile_begin; begin < end; begin += kCols) add_terms<T>(sums, g_row, begin, end);
+        for (int begin = tile_begin; begin < end; begin += kCols) {
+          if constexpr (std::is_same_v<T, ScoreTerms>) {
+            const int64_t row_block =
+                terms_index * ((p.slice.row_count + kSplitHalfBlock - 1) / kSplitHalfBlock) + (slice_row + i) / kSplitHalfBlock;
+            add_terms(sums, g_row, p.score_exponents + row_block * (p.score_grad.row_stride / kSplitHalfBlock), begin, end);
+          } else {
+            add_terms<T>(sums, g_row, begin, end);
+          }
+        }
         g_row += p.score_grad.row_stride;
       }
       term += rows;
@@ -241,6 +286,9 @@ __global__ void __launch_bounds__(kCtaThreads)
 
 cudaError_t launch(const MaskGradParams& params, const Work& work, cudaStream_t stream) {
   const int64_t ctas = params.slice.batch_count * work.splits * work.row_tiles * work.col_tiles;
+  if (params.score_exponents != nullptr) {
+    return launch_rows(mask_grad_kernel<ScoreTerms>, kCtaThreads, ctas, 1, stream, params, work);
+  }
   return dispatch_type(params.type, [&](auto element) {
     return launch_rows(mask_grad_kernel<decltype(element)>, kCtaThreads, ctas, 1, stream, params, work);
   });
@@ -279,6 +327,7 @@ cudaError_t launch_mask_grad(const MaskGradParams& params, cudaStream_t stream) 
   if (status != cudaSuccess) return status;
 
   MaskGradParams partial = params;  // terms in `splits` rows, or where the mask has one column in one row
+  partial.score_exponents = nullptr;
   partial.type = params.type == DataType::kDouble ? DataType::kDouble : DataType::kFloat;
   partial.score_grad = slice_view(params.scratch, 1, pitch, true);
   partial.score_grad.slice_stride = work.scratch_slice;

@@ -130,6 +130,9 @@ struct MaskGradParams : StageParams {
   void* sums;             // laid out as mask_grad, accumulator type: from slice to slice; null: no sum spans slices
   void* scratch;          // where CTAs that share sums leave their parts; the fewer bytes, the fewer CTAs
   int64_t scratch_bytes;
+  // (batch_count, row_count / 64 rounded up, row_stride / 64); not null: score_grad is half terms, 64 high and 64 low ones in the
+  // place of 64 floats of a row, in units of 2^exponent of their 64 x 64. kTileOfFloats: floats after all.
+  const int32_t* score_exponents;
 };
 
 // One kernel each.

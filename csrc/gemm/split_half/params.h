@@ -15,6 +15,7 @@ struct SplitHalfRow {
   float left_out;
 };
 constexpr int32_t kRowOfZeros = -100000, kRowNotFinite = 100000;  // exponents of such rows
+constexpr int32_t kTileOfFloats = 100001;  // of a tile of scores: floats, in the place of terms that would not do
 
 // Rows of float: x = (high + low) * 2^exponent of its row, high and low in (2, rows, pitch).
 struct SplitHalfRowsParams {

@@ -11,29 +11,6 @@
 
 namespace attention_ext {
 
-// The marks of a call's mask, in the workspace; none where the plan gives none (plan/forward.cpp).
-template <class Tile>
-cudaError_t mark(const ForwardParams& params, const RowsWorkspace& plan, RowsMarks& marks, cudaStream_t stream) {
-  if (plan.mark_bytes == 0) return cudaSuccess;
-  marks.data = static_cast<uint8_t*>(params.workspace) + plan.pieces.bytes();
-  const int64_t rows = params.mask.row_stride == 0 ? 1 : params.L;
-  const RowsMarkSizes sizes = rows_mark_sizes(true, rows, params.S, Tile::kN);
-  marks.rows = static_cast<int>(sizes.rows);
-  marks.blocks = static_cast<int>(sizes.blocks);
-  int64_t matrices = 1;
-  for (int dim = params.batch.count - 1; dim >= 0; --dim) {
-    const bool own = params.mask.batch_stride[dim] != 0 && params.batch.size[dim] > 1;
-    marks.batch_stride[dim] = own ? matrices * marks.rows * marks.blocks : 0;
-    if (own) matrices *= params.batch.size[dim];
-  }
-  marks.matrices = static_cast<int>(matrices);
-  marks.whole =
-      params.mask_type == MaskType::kBool && params.N >= 4 * matrices;  // else reading it all costs as much as it saves
-  const int64_t cells = matrices * marks.rows * marks.blocks;
-  rows_mark_kernel<typename Tile::T, Tile::kN><<<static_cast<unsigned>(ceil_div(cells, 4)), 128, 0, stream>>>(params, marks);
-  return cudaGetLastError();
-}
-
 template <class Tile, bool kGeneral>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
@@ -60,8 +37,11 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
 
   RowsMarks marks = {};
   if constexpr (kGeneral) {
-    status = mark<Tile>(params, plan, marks, stream);
-    if (status != cudaSuccess) return status;
+    if (plan.mark_bytes > 0) {  // the plan may give none (plan/forward.cpp)
+      status = launch_marks<typename Tile::T, Tile::kN>(params, static_cast<uint8_t*>(params.workspace) + plan.pieces.bytes(),
+                                                        marks, stream);
+      if (status != cudaSuccess) return status;
+    }
   }
 
   const auto launch = [&](int64_t tiles) {

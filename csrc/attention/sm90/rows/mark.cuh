@@ -1,24 +1,27 @@
 // Which blocks of keys a mask shows to which queries: a small kernel reads the mask once, however many heads share it, and the row
-// kernels leave hidden blocks out and do not look at a mask where it shows everything.
+// kernels, forward and backward, leave hidden blocks out and do not look at a mask where it shows everything.
 #pragma once
 
 #include "attention/params.h"
+#include "attention/sm90/rows/marks.h"
 #include "attention/visibility/score_modifier.cuh"
+#include "core/arithmetic.h"
 #include "device/common/batch.cuh"
 #include "plan/sm90_rows.h"
 
 namespace attention_ext {
 
-enum Shown : uint8_t { kNothingShown = 0, kSomeShown = 1, kAllShown = 2 };
-
-// A cell for kMarkedRows queries and a block of keys of each matrix that the mask has of its own: (matrices, rows, blocks).
-// data null: there is none, and everything counts as kSomeShown.
-struct RowsMarks {
-  uint8_t* data;
-  int64_t batch_stride[kMaxBatchDims];  // in cells; 0 where the mask's is
-  int matrices, rows, blocks;
-  bool whole;  // whether kAllShown is told from kSomeShown, for which the whole mask has to be read
-};
+// Where the cells of matrix n begin.
+__device__ __forceinline__ int64_t cells_of(const RowsMarks& marks, const BatchDims& batch, uint32_t n) {
+  int64_t cells = 0;
+#pragma unroll 1
+  for (int dim = batch.count - 1; dim >= 0; --dim) {
+    uint32_t index = n;
+    if (dim > 0) divide(n, batch.size[dim], n, index);
+    cells += index * marks.batch_stride[dim];
+  }
+  return cells;
+}
 
 // One warp a cell. kKeys: that a lane reads at once. Keys beyond the mask's last one are not read and do not count.
 template <int kBlock, int kKeys, class Stored>
@@ -82,6 +85,27 @@ __global__ void __launch_bounds__(128)
 #else
   __trap();  // never launched
 #endif
+}
+
+// The marks of a call's mask, at `data`, for blocks of kBlock keys.
+template <class T, int kBlock>
+cudaError_t launch_marks(const ForwardParams& params, uint8_t* data, RowsMarks& marks, cudaStream_t stream) {
+  const RowsMarkSizes sizes = rows_mark_sizes(true, params.mask.row_stride == 0 ? 1 : params.L, params.S, kBlock);
+  marks.data = data;
+  marks.rows = static_cast<int>(sizes.rows);
+  marks.blocks = static_cast<int>(sizes.blocks);
+  int64_t matrices = 1;
+  for (int dim = params.batch.count - 1; dim >= 0; --dim) {
+    const bool own = params.mask.batch_stride[dim] != 0 && params.batch.size[dim] > 1;
+    marks.batch_stride[dim] = own ? matrices * marks.rows * marks.blocks : 0;
+    if (own) matrices *= params.batch.size[dim];
+  }
+  marks.matrices = static_cast<int>(matrices);
+  marks.whole =
+      params.mask_type == MaskType::kBool && params.N >= 4 * matrices;  // else reading it all costs as much as it saves
+  const int64_t cells = matrices * marks.rows * marks.blocks;
+  rows_mark_kernel<T, kBlock><<<static_cast<unsigned>(ceil_div(cells, 4)), 128, 0, stream>>>(params, marks);
+  return cudaGetLastError();
 }
 
 }  // namespace attention_ext

@@ -32,7 +32,7 @@ class RowsProducer {
       set_batch(shared_.key_box, p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value_box, p_.batch, p_.value, work_.n_group * work_.group);
       if constexpr (kGeneral) {
-        if (marks_.data != nullptr) find_marks();
+        if (marks_.data != nullptr) marked_ = cells_of(marks_, p_.batch, work_.n_group * work_.group);
       }
       int before = -1;
 #pragma unroll 1
@@ -58,18 +58,6 @@ class RowsProducer {
 
  private:
   using Place = RingPlace<Tile::kStages>;
-
-  // Where the cells of the group's first head begin.
-  __device__ __forceinline__ void find_marks() {
-    uint32_t n = work_.n_group * work_.group;
-    marked_ = 0;
-#pragma unroll 1
-    for (int dim = p_.batch.count - 1; dim >= 0; --dim) {
-      uint32_t index = n;
-      if (dim > 0) divide(n, p_.batch.size[dim], n, index);
-      marked_ += index * marks_.batch_stride[dim];
-    }
-  }
 
   // What the mask shows of a block to the tile's rows.
   __device__ __forceinline__ int shown(int block) const {

@@ -61,17 +61,17 @@ __device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* 
   }
 }
 
-// column_weights under a mask, or without one: the difference of score and log-sum-exp first.
+// column_weights under a mask, or without one: the difference of score and log-sum-exp first. marked: StageMark.
 template <class Tile, int kScores>
 __device__ __forceinline__ void column_weights_general(float (&scores)[kScores], const RowsBackwardParams& p,
                                                        const QueryRecord* records, const typename Tile::Work& work,
-                                                       int first_row) {
+                                                       int first_row, int marked) {
   const int lane = threadIdx.x % 32, col = lane % 4 * 2;
   const int warp_key = work.key + first_row + threadIdx.x / 32 % 4 * 16, key = warp_key + lane / 4;
 #pragma unroll
   for (int i = 0; i < kScores; ++i) scores[i] = __fmul_rn(scores[i], p.scale_factor);
   const int query = records[0].query, last = static_cast<int>(p.L) - 1;
-  visit_mask<typename Tile::T>(p.mask, p.mask_type, [&](auto* g_mask) {
+  visit_mask<typename Tile::T>(p.mask, marked & kShownWhole ? MaskType::kNone : p.mask_type, [&](auto* g_mask) {
     g_mask += records[0].mask;
     using Stored = std::remove_cv_t<std::remove_pointer_t<decltype(g_mask)>>;
     if constexpr (std::is_same_v<Stored, uint8_t>) {

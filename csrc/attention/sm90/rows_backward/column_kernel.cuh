@@ -9,28 +9,33 @@
 // Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
 // Above head dim 128 a tile is 64 keys, and the consumers have roles (column_roles.cuh).
 // A thread of a third warpgroup loads: keys with values, a tile at a time, and in a ring queries with their gradients and records
-// (QueryRecord). CTAs stay and take tile after tile.
+// (QueryRecord). CTAs stay and take tile after tile. Blocks that the tile's keys are all hidden from are left out
+// (shown_blocks.cuh).
 // Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
 // 32, which lie where dP does while that is not there).
 #pragma once
 
+#include "attention/sm90/rows/mark.cuh"
 #include "attention/sm90/rows_backward/column_general.cuh"
 #include "attention/sm90/rows_backward/column_roles.cuh"
 #include "attention/sm90/rows_backward/column_tile.cuh"
+#include "attention/sm90/rows_backward/shown_blocks.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "device/sm90/tma.cuh"
 
 namespace attention_ext {
 
-// Loads. One thread, which waits for nothing but room.
+// Loads. One thread, which waits for nothing but room; of the general instance a warp.
 template <class Tile>
 class ColumnProducer {
  public:
   using T = typename Tile::T;
+  using TileBoxes = typename Tile::Boxes;
+  using Head = typename Tile::Head;
 
-  __device__ __forceinline__ ColumnProducer(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
+  __device__ __forceinline__ ColumnProducer(const RowsBackwardParams& p, const RowsBackwardMaps& maps, const RowsMarks& marks,
                                             typename Tile::Shared& shared)
-      : p_(p), maps_(maps), shared_(shared) {}
+      : p_(p), maps_(maps), marks_(marks), shared_(shared) {}
 
   __device__ __forceinline__ void run(const RowsBackwardOrder& order) {
     RowsPlaces places(order.tiles);
@@ -42,31 +47,21 @@ class ColumnProducer {
       const int key = static_cast<int>(at.tile) * Tile::kN, keys = key_range(p_.sequence, n, p_.S).keys;
       const int end = static_cast<int>((p_.L + Tile::kM - 1) / Tile::kM);
       const int begin = key >= keys ? end : p_.sequence.causal ? min(key / Tile::kM, end) : 0;
-      TensorPosition key_box, value_box;
-      set_batch(key_box, p_.batch, p_.key, n);
-      set_batch(value_box, p_.batch, p_.value, n);
-      mbarrier_wait(shared_address(&shared_.key_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
-      const uint32_t s_full = shared_address(&shared_.key_full[place]);
-      load(shared_.key[place], maps_.key, key_box, key, s_full);
-      load(shared_.value[place], maps_.value, value_box, key, s_full);
-      shared_.work[places.round() % Tile::kWorks] = {
-          n,
-          key,
-          keys,
-          begin,
-          end,
-          batch_offset(p_.batch, p_.grad_key, n, 0) + key * p_.grad_key.row_stride,
-          batch_offset(p_.batch, p_.grad_value, n, 0) + key * p_.grad_value.row_stride};
-      // After the loads, so that they are on their way; the phase lasts until this thread has arrived.
-      mbarrier_arrive_expect_bytes(s_full, sizeof(shared_.key[0]) + sizeof(shared_.value[0]));
+      if constexpr (Tile::kGeneral) {
+        load_shown(places, n, key, keys, begin, end);
+      } else {
+        TileBoxes boxes;
+        begin_tile(boxes, place, places, n, key, keys, begin, end);
+        end_tile(places);
 #pragma unroll 1
-      for (uint32_t head = n; head < n + group; ++head) load_head(head, begin, end);
+        for (uint32_t head = n; head < n + group; ++head) load_head(head, begin, end);
+      }
     }
   }
 
  private:
   template <int kElements>
-  __device__ __forceinline__ void load(T (&to)[Tile::kSteps][kElements], const CUtensorMap& map, TensorPosition& box, int row,
+  __device__ __forceinline__ void load(T (&to)[Tile::kSteps][kElements], const CUtensorMap& map, TensorPosition box, int row,
                                        uint32_t s_full) const {
     box.at[1] = row;
 #pragma unroll
@@ -76,31 +71,118 @@ class ColumnProducer {
     }
   }
 
-  // Blocks of a head's queries, from the last one to the first. What divides is outside of the loop: it takes as long as a block.
+  // Keys with values, and what the tile is: after the loads, so that they are on their way. The phase lasts until end_tile.
+  __device__ __forceinline__ void begin_tile(TileBoxes& boxes, uint32_t place, const RowsPlaces& places, uint32_t n, int key,
+                                             int keys, int begin, int end) const {
+    set_batch(boxes.key, p_.batch, p_.key, n);
+    set_batch(boxes.value, p_.batch, p_.value, n);
+    mbarrier_wait(shared_address(&shared_.key_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
+    const uint32_t s_full = shared_address(&shared_.key_full[place]);
+    load(shared_.key[place], maps_.key, boxes.key, key, s_full);
+    load(shared_.value[place], maps_.value, boxes.value, key, s_full);
+    work_of(places) = {n,
+                       key,
+                       keys,
+                       begin,
+                       end,
+                       batch_offset(p_.batch, p_.grad_key, n, 0) + key * p_.grad_key.row_stride,
+                       batch_offset(p_.batch, p_.grad_value, n, 0) + key * p_.grad_value.row_stride};
+  }
+  __device__ __forceinline__ typename Tile::Work& work_of(const RowsPlaces& places) const {
+    return shared_.work[places.round() % Tile::kWorks];
+  }
+  __device__ __forceinline__ void end_tile(const RowsPlaces& places) const {
+    mbarrier_arrive_expect_bytes(shared_address(&shared_.key_full[places.template query<Tile::kPlaces>()]),
+                                 sizeof(shared_.key[0]) + sizeof(shared_.value[0]));
+  }
+
+  // What divides is found before the head's blocks: it takes as long as a block.
+  __device__ __forceinline__ void begin_head(Head& head, uint32_t n) const {
+    set_batch(head.query_box, p_.batch, p_.query, n);
+    set_batch(head.grad_box, p_.batch, p_.grad_out, n);
+    head.n = n;
+    head.g_records = p_.records + static_cast<int64_t>(n) * p_.records_of_head;
+  }
+  // Blocks of a head's queries, from the last one to the first.
   __device__ __forceinline__ void load_head(uint32_t n, int begin, int end) {
-    TensorPosition query_box, grad_box;
-    set_batch(query_box, p_.batch, p_.query, n);
-    set_batch(grad_box, p_.batch, p_.grad_out, n);
-    const QueryRecord* g_records = p_.records + static_cast<int64_t>(n) * p_.records_of_head;
+    Head head;
+    begin_head(head, n);
 #pragma unroll 1
     for (int block = end - 1; block >= begin; --block) {
-      const int slot = stage_.slot;
-      mbarrier_wait(shared_address(&shared_.empty[slot]), stage_.parity ^ 1);
-      // By roles the one consumer begins with queries, the other one with gradients.
-      const uint32_t s_full = shared_address(&shared_.full[slot]);
-      const uint32_t s_grad_full = Tile::kRoles ? shared_address(&shared_.grad_full[slot]) : s_full;
-      mbarrier_arrive_expect_bytes(
-          s_full, sizeof(shared_.query[0]) + sizeof(shared_.records[0]) + (Tile::kRoles ? 0 : sizeof(shared_.grad_out[0])));
-      load(shared_.query[slot], maps_.query, query_box, block * Tile::kM, s_full);
-      bulk_load(shared_address(shared_.records[slot]), g_records + block * Tile::kRecords, sizeof(shared_.records[0]), s_full);
-      if constexpr (Tile::kRoles) mbarrier_arrive_expect_bytes(s_grad_full, sizeof(shared_.grad_out[0]));
-      load(shared_.grad_out[slot], maps_.grad_out, grad_box, block * Tile::kM, s_grad_full);
+      load_block(head, block);
+      stage_.advance();
+    }
+  }
+  __device__ __forceinline__ void load_block(const Head& head, int block) const {
+    const int slot = stage_.slot;
+    mbarrier_wait(shared_address(&shared_.empty[slot]), stage_.parity ^ 1);
+    // By roles the one consumer begins with queries, the other one with gradients.
+    const uint32_t s_full = shared_address(&shared_.full[slot]);
+    const uint32_t s_grad_full = Tile::kRoles ? shared_address(&shared_.grad_full[slot]) : s_full;
+    if constexpr (!Tile::kGeneral) arrive();
+    load(shared_.query[slot], maps_.query, head.query_box, block * Tile::kM, s_full);
+    bulk_load(shared_address(shared_.records[slot]), head.g_records + block * Tile::kRecords, sizeof(shared_.records[0]),
+              s_full);
+    if constexpr (Tile::kRoles) mbarrier_arrive_expect_bytes(s_grad_full, sizeof(shared_.grad_out[0]));
+    load(shared_.grad_out[slot], maps_.grad_out, head.grad_box, block * Tile::kM, s_grad_full);
+  }
+  __device__ __forceinline__ void arrive() const {
+    mbarrier_arrive_expect_bytes(
+        shared_address(&shared_.full[stage_.slot]),
+        sizeof(shared_.query[0]) + sizeof(shared_.records[0]) + (Tile::kRoles ? 0 : sizeof(shared_.grad_out[0])));
+  }
+
+  // A tile, and of all heads of the group the blocks that some of its keys are shown to. A stage is full when the next block has
+  // been looked for, as the consumers want to know which is the tile's last one. By a warp.
+  __device__ __forceinline__ void load_shown(const RowsPlaces& places, uint32_t n, int key, int keys, int begin, int end) {
+    if (elect_thread()) begin_tile(shared_.boxes, places.template query<Tile::kPlaces>(), places, n, key, keys, begin, end);
+    __syncwarp();  // the tile's work is there: all lanes read it again and again, as registers are scarce
+    const auto& work = work_of(places);
+    uint32_t next_head = n, cells = static_cast<uint32_t>(cells_of(marks_, p_.batch, n));
+    const auto look = [&](int block) -> int {
+      if (marks_.data == nullptr) return kSomeShown;
+      return shown<1, Tile::kN / Tile::kMarkedKeys>(marks_, cells, block, work.key / Tile::kMarkedKeys);
+    };
+    ShownBlocks blocks;
+    blocks.begin_at(end);
+    const auto find = [&] {
+#pragma unroll 1
+      while (!blocks.find(work.begin, look)) {
+        if (++next_head == work.n + static_cast<uint32_t>(p_.key_group)) return false;
+        cells = static_cast<uint32_t>(cells_of(marks_, p_.batch, next_head));
+        blocks.begin_at(end);
+      }
+      return true;
+    };
+    bool more = find();
+    if (elect_thread()) {
+      if (more) {
+        begin_head(shared_.head, next_head);
+      } else {
+        work_of(places).end = work.begin;
+      }
+      end_tile(places);
+    }
+#pragma unroll 1
+    while (more) {
+      const int taken = blocks.take();
+      if (elect_thread()) {
+        if (shared_.head.n != next_head) begin_head(shared_.head, next_head);
+        load_block(shared_.head, taken >> 1);
+        shared_.marked[stage_.slot] = taken & 1 ? kShownWhole : 0;
+      }
+      more = find();
+      if (elect_thread()) {
+        if (!more) shared_.marked[stage_.slot] |= kLastOfTile;
+        arrive();
+      }
       stage_.advance();
     }
   }
 
   const RowsBackwardParams& p_;
   const RowsBackwardMaps& maps_;
+  const RowsMarks& marks_;
   typename Tile::Shared& shared_;
   RingPlace<Tile::kStages> stage_;
 };
@@ -133,7 +215,7 @@ class ColumnConsumer {
       if (any) {
         step<true>();
 #pragma unroll 1
-        while (--left > 0) step<false>();
+        while (Tile::kGeneral ? !is_last(before()) : --left > 0) step<false>();
       }
       mbarrier_arrive(shared_address(&shared_.key_empty[place_]));
       if (any) {
@@ -150,6 +232,8 @@ class ColumnConsumer {
   static constexpr int kScores = Tile::kM / 2;
   static constexpr int kSlices = Tile::kM / 16;  // of a block, each the k of one product with queries or their gradients
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dK, by instruction
+  // As in ColumnRole.
+  __device__ __forceinline__ bool is_last(int slot) const { return (shared_.marked[slot] & kLastOfTile) != 0; }
   // Stage of the block before. Registers are scarce: it is found, not kept.
   __device__ __forceinline__ int before() const { return stage_.slot == 0 ? Tile::kStages - 1 : stage_.slot - 1; }
   __device__ __forceinline__ void pin_grads() {
@@ -212,7 +296,7 @@ class ColumnConsumer {
     ColumnKept<kScores> kept;
     float factor = Exponents<T>::kUnscale;
     if constexpr (Tile::kGeneral) {
-      column_weights_general<Tile>(scores_, p_, records, *work_, consumer_ * 64);
+      column_weights_general<Tile>(scores_, p_, records, *work_, consumer_ * 64, shared_.marked[slot]);
       if (p_.dropout.seed != nullptr) {
         kept.draw(p_.dropout, records[0].n, records[0].query + static_cast<int>(threadIdx.x % 4) * 2,
                   work_->key + consumer_ * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16);
@@ -263,7 +347,7 @@ class ColumnConsumer {
 template <class Tile>
 __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
     column_grads_kernel(const __grid_constant__ RowsBackwardParams p, const __grid_constant__ RowsBackwardMaps maps,
-                        const __grid_constant__ RowsBackwardOrder order) {
+                        const __grid_constant__ RowsBackwardOrder order, const __grid_constant__ RowsMarks marks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -288,8 +372,8 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
     give_registers<rows_backward_producer_registers(Tile::kRoles)>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0 && elect_thread()) {
-      ColumnProducer<Tile>(p, maps, shared).run(order);
+    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0 && (Tile::kGeneral || elect_thread())) {
+      ColumnProducer<Tile>(p, maps, marks, shared).run(order);
     }
   } else {
     take_registers<rows_backward_consumer_registers(Tile::kRoles)>();

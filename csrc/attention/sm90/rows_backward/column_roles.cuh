@@ -36,7 +36,7 @@ class ColumnRole {
       if (left > 0) {
         step<true>();
 #pragma unroll 1
-        while (--left > 0) step<false>();
+        while (Tile::kGeneral ? !is_last(before_.slot) : --left > 0) step<false>();
         add_block();
         wgmma_wait<0>();
         pin_sums();
@@ -54,6 +54,8 @@ class ColumnRole {
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2,
                        kParts = Tile::kSteps / kPartSteps;  // of sums, by instruction
 
+  // Whether the block in a stage that has not been released is the tile's last one. Of the general instance.
+  __device__ __forceinline__ bool is_last(int slot) const { return (shared_.marked[slot] & kLastOfTile) != 0; }
   // Queries with their records, else their gradients.
   __device__ __forceinline__ void wait(bool queries, const RingPlace<Tile::kStages>& stage) const {
     mbarrier_wait(shared_address(queries ? &shared_.full[stage.slot] : &shared_.grad_full[stage.slot]), stage.parity);
@@ -105,7 +107,7 @@ class ColumnRole {
                          Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale);
     } else {
       if constexpr (Tile::kGeneral) {
-        column_weights_general<Tile>(scores_, p_, records, *work_, 0);
+        column_weights_general<Tile>(scores_, p_, records, *work_, 0, shared_.marked[slot]);
       } else if (careful) {
         column_weights<Tile, true>(scores_, p_, records, *work_, 0);
       } else {

@@ -2,6 +2,8 @@
 #pragma once
 
 #include "attention/sm90/rows_backward/parts.cuh"
+#include "device/sm90/tma.cuh"
+#include "plan/sm90_rows.h"
 
 namespace attention_ext {
 
@@ -18,15 +20,27 @@ struct ColumnGradTile {
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
   static constexpr int kSteps = kShape.steps;
   static constexpr int kPlaces = kShape.col_places, kStages = kShape.col_stages;
+  static constexpr int kMarkedKeys = kShape.marked_keys();
+  static_assert(!kGeneral || (kM == kMarkedRows && kN % kMarkedKeys == 0), "a block is whole cells of the marks");
 
   // What a tile is. It stays in shared memory, as registers are scarce.
   struct Work {
     uint32_t n;                    // flat batch index of the group's first query head
     int key, keys;                 // the first one; those of the matrix that any query sees
-    int begin, end;                // blocks of queries that see some of the tile's
+    int begin, end;                // blocks of queries that see some of the tile's; under a mask as many, or none
     int64_t key_grad, value_grad;  // where the tile's first key lies
   };
   static constexpr int kWorks = kPlaces + 1;  // the consumers may still be in the tile before
+
+  // Where a tile comes from, and the blocks of a query head.
+  struct Boxes {
+    TensorPosition key, value;
+  };
+  struct Head {
+    uint32_t n;  // flat batch index
+    TensorPosition query_box, grad_box;
+    const QueryRecord* g_records;
+  };
 
   // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
   struct Shared {
@@ -45,9 +59,16 @@ struct ColumnGradTile {
     uint64_t grad_full[kStages];  // by roles, of the gradients alone
     uint64_t weights_full[4];     // the threads of the one role's warp arrive when P is there; the other's wait
     uint64_t weights_empty[4];    // and when it has been read
+    // Of the general instance: StageMark of a stage's queries; the producer's own, whose registers are scarce.
+    int marked[kGeneral ? kStages : 1];
+    Boxes boxes;
+    Head head;
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
+
+// What the general instance's producer says of a stage, bits: it is the tile's last one; the mask shows all of it.
+enum StageMark { kLastOfTile = 1, kShownWhole = 2 };
 
 // Two values of QueryRecord of a thread's i-th pair of adjacent queries. at: of the record, as &QueryRecord::lse.
 __device__ __forceinline__ float2 query_pair(const QueryRecord* records, float (QueryRecord::*at)[QueryRecord::kQueries],

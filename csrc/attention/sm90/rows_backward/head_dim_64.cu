@@ -3,8 +3,8 @@
 
 namespace attention_ext {
 
-cudaError_t rows_backward_64(const RowsBackwardParams& params, cudaStream_t stream) {
-  return launch_rows_backward<64>(params, stream);
+cudaError_t rows_backward_64(const RowsBackwardParams& params, const RowsMarks& marks, cudaStream_t stream) {
+  return launch_rows_backward<64>(params, marks, stream);
 }
 
 }  // namespace attention_ext

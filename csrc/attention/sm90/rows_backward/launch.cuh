@@ -32,19 +32,19 @@ inline RowsBackwardOrder order_of(const RowsBackwardParams& p, int64_t heads, in
 }
 
 template <class Tile>
-cudaError_t launch_tiles(void (*kernel)(RowsBackwardParams, RowsBackwardMaps, RowsBackwardOrder),
+cudaError_t launch_tiles(void (*kernel)(RowsBackwardParams, RowsBackwardMaps, RowsBackwardOrder, RowsMarks),
                          const RowsBackwardParams& params, const RowsBackwardMaps& maps, const RowsBackwardOrder& order,
-                         int64_t sms, cudaStream_t stream) {
+                         const RowsMarks& marks, int64_t sms, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
   const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
   if (status != cudaSuccess) return status;
   const unsigned ctas = static_cast<unsigned>(std::min<int64_t>(order.tiles, sms));
-  kernel<<<ctas, kRowsBackwardThreads, kSharedBytes, stream>>>(params, maps, order);
+  kernel<<<ctas, kRowsBackwardThreads, kSharedBytes, stream>>>(params, maps, order, marks);
   return cudaGetLastError();
 }
 
 template <int kClass, bool kGeneral>
-cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream) {
+cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& marks, cudaStream_t stream) {
   params.scale_factor = static_cast<float>(params.scale);
   params.unit = params.scale_factor * kLog2E;
   params.differences = kGeneral || !scales_exponents(params.scale_factor);
@@ -60,19 +60,19 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, cudaStream_t stream)
     if (status != cudaSuccess) return status;
     status = launch_tiles<ColumnTile>(column_grads_kernel<ColumnTile>, params, maps,
                                       order_of(params, key_heads, params.S, ColumnTile::kN, params.L * params.key_group, sms),
-                                      sms, stream);
+                                      marks, sms, stream);
     if (status != cudaSuccess) return status;
     status = make_maps(maps, params, RowTile::kM, RowTile::kN);
     if (status != cudaSuccess) return status;
     return launch_tiles<RowTile>(row_grad_kernel<RowTile>, params, maps,
-                                 order_of(params, params.N, params.L, RowTile::kM, params.S, sms), sms, stream);
+                                 order_of(params, params.N, params.L, RowTile::kM, params.S, sms), marks, sms, stream);
   });
 }
 
 template <int kClass>
-cudaError_t launch_rows_backward(const RowsBackwardParams& params, cudaStream_t stream) {
-  return params.general ? launch_rows_backward<kClass, true>(params, stream)
-                        : launch_rows_backward<kClass, false>(params, stream);
+cudaError_t launch_rows_backward(const RowsBackwardParams& params, const RowsMarks& marks, cudaStream_t stream) {
+  return params.general ? launch_rows_backward<kClass, true>(params, marks, stream)
+                        : launch_rows_backward<kClass, false>(params, marks, stream);
 }
 
 }  // namespace attention_ext

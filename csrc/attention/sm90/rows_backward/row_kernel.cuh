@@ -6,7 +6,8 @@
 // Above head dim 128 registers do not hold dS_{j+1} next to dP_j, and the ring is short, so dQ is made first:
 //   dQ += dS_{j+1} K_{j+1}, S_j begin | dQ is there: K_{j+1} is free, dP_j begins | S_j is there: P_j | dP_j is there: dS_j, packed
 // A third warpgroup loads: a thread keys and values, in one ring, and one queries with their gradients, a tile at a time, and what
-// their exponents need (QueryRecord). CTAs stay and take tile after tile.
+// their exponents need (QueryRecord). CTAs stay and take tile after tile. Blocks that a mask hides from all of the tile's queries
+// are left out (shown_blocks.cuh).
 // Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ, S and dP, dS: 32, 128, 32; 64, 96, 24; 96 or 128, 64).
 #pragma once
 
@@ -38,13 +39,13 @@ class RowGradConsumer {
       mbarrier_wait(shared_address(&shared_.query_full[place_]), places.template parity<Tile::kPlaces>());
       work_ = &shared_.work[places.round() % Tile::kWorks];
       begin_tile();
-      int block = (work_->keys + Tile::kN - 1) / Tile::kN - 1;
+      int block = Tile::kGeneral ? next_block() : (work_->keys + Tile::kN - 1) / Tile::kN - 1;
       const bool any = block >= 0;
       if (any) {
         clear_hidden_keys(block);
         step<true>(block);
 #pragma unroll 1
-        while (--block >= 0) step<false>(block);
+        while ((block = Tile::kGeneral ? next_block() : block - 1) >= 0) step<false>(block);
       }
       if constexpr (Tile::kOwnStrips) release_query();
       if (any) {
@@ -105,6 +106,20 @@ class RowGradConsumer {
       offset_[half] = record().offset[row_ % 32 + 8 * half];
       delta_[half] = record().delta[row_ % 32 + 8 * half];
     }
+  }
+
+  // The block whose keys come next in the ring, or -1 after the tile's last one.
+  __device__ __forceinline__ int next_block() {
+    wait(slot_);
+    int taken = 0;
+    if (threadIdx.x % 32 == 0) taken = shared_.taken[slot_.slot];  // the lane that releases the slot
+    taken = __shfl_sync(0xffffffffu, taken, 0);
+    if (taken < 0) {
+      release(slot_.slot);
+      slot_.advance();
+    }
+    unmasked_ = taken & 1;
+    return taken >> 1;
   }
 
   // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
@@ -219,7 +234,8 @@ class RowGradConsumer {
     const auto mask_row = [&](int half) {                      // of the last query for those that do not exist
       return record().mask + min(work_->row + row_ + 8 * half, static_cast<int>(p_.L) - 1) * p_.mask.row_stride;
     };
-    scale_and_mask<T>(scores_, p_.scale_factor, p_.mask, p_.mask_type, mask_row, first, work_->keys);
+    const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
+    scale_and_mask<T>(scores_, p_.scale_factor, p_.mask, type, mask_row, first, work_->keys);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float lse = record().lse[row_ % 32 + 8 * half];
@@ -253,6 +269,7 @@ class RowGradConsumer {
   RingPlace<Tile::kSlots> slot_;     // of a block's keys, then of its values
   uint32_t place_;                   // of the tile's queries
   int before_;                       // slot of the keys of the block before
+  bool unmasked_;                    // of the general instance: whether the mask shows all of the block
   int row_;                          // of this thread's first element in the tile's scores; the other row is 8 below
   float offset_[2], delta_[2];       // of the two rows
   float query_grad_[kParts][32 * kPartSteps];
@@ -263,7 +280,7 @@ class RowGradConsumer {
 template <class Tile>
 __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
     row_grad_kernel(const __grid_constant__ RowsBackwardParams p, const __grid_constant__ RowsBackwardMaps maps,
-                    const __grid_constant__ RowsBackwardOrder order) {
+                    const __grid_constant__ RowsBackwardOrder order, const __grid_constant__ RowsMarks marks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -282,9 +299,11 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   if (warpgroup == kRowsBackwardConsumers) {
     give_registers<rows_backward_producer_registers(false)>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-    if (warp < 2 && elect_thread()) {
+    if (Tile::kGeneral && warp == 0) {
+      load_keys<Tile>(p, maps, marks, shared, order);
+    } else if (warp < 2 && elect_thread()) {
       if (warp == 0) {
-        load_keys<Tile>(p, maps, shared, order);
+        load_keys<Tile>(p, maps, marks, shared, order);
       } else {
         load_queries<Tile>(p, maps, shared, order);
       }

@@ -1,10 +1,13 @@
 // A tile of the row kernel in shared memory, and its loading side: a thread for keys and values, one for queries with their
-// gradients.
+// gradients. Under a mask the first one's warp looks for the blocks that are not hidden.
 #pragma once
 
+#include "attention/sm90/rows/mark.cuh"
 #include "attention/sm90/rows_backward/parts.cuh"
+#include "attention/sm90/rows_backward/shown_blocks.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "device/sm90/tma.cuh"
+#include "device/sm90/warpgroup.cuh"
 
 namespace attention_ext {
 
@@ -22,6 +25,8 @@ struct RowGradTile {
   static constexpr int kPlaces = kShape.row_places, kSlots = kShape.row_slots;
   static constexpr bool kAhead = kShape.row_ahead;
   static constexpr bool kOwnStrips = kSteps <= 2;  // else a gradient leaves through the place of its queries
+  static constexpr int kMarkedKeys = kShape.marked_keys();
+  static_assert(kM % kMarkedRows == 0 && kN % kMarkedKeys == 0, "a block is whole cells of the marks");
 
   // What a tile is. It stays in shared memory, as registers are scarce.
   struct Work {
@@ -43,6 +48,9 @@ struct RowGradTile {
     uint64_t query_empty[kPlaces];  // the consumers' threads arrive; the producer waits
     uint64_t full[kSlots];          // TMA arrives with the bytes of keys or values; the consumers wait
     uint64_t empty[kSlots];         // the consumers' warps arrive; the producer waits
+    // Of the general instance: of a slot of keys, what ShownBlocks says of the block; -1 after the tile's last one.
+    int taken[kGeneral ? kSlots : 1];
+    TensorPosition boxes[kGeneral ? 2 : 1];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
@@ -61,34 +69,74 @@ struct RowGradPlace {
   }
 };
 
-// Loads keys and values. One thread.
+// Loads keys and values. One thread; of the general instance a warp.
 template <class Tile>
-__device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const RowsBackwardMaps& maps,
+__device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const RowsBackwardMaps& maps, const RowsMarks& marks,
                                           typename Tile::Shared& shared, const RowsBackwardOrder& order) {
   RingPlace<Tile::kSlots> slot;
   RowsPlaces places(order.tiles);
 #pragma unroll 1
   while (places.next()) {
     const RowGradPlace<Tile> at(p, order, places.place());
-    TensorPosition key, value;
-    set_batch(key, p.batch, p.key, at.n);
-    set_batch(value, p.batch, p.value, at.n);
-#pragma unroll 1
-    for (int block = (at.keys + Tile::kN - 1) / Tile::kN - 1; block >= 0; --block) {
-      const auto load = [&](const CUtensorMap& map, TensorPosition& box) {
-        mbarrier_wait(shared_address(&shared.empty[slot.slot]), slot.parity ^ 1);
-        const uint32_t s_full = shared_address(&shared.full[slot.slot]);
-        mbarrier_arrive_expect_bytes(s_full, sizeof(shared.block[0]));
-        box.at[1] = block * Tile::kN;
+    TensorPosition of_tile[Tile::kGeneral ? 1 : 2];  // of the general instance in shared memory: registers are scarce
+    TensorPosition& key = Tile::kGeneral ? shared.boxes[0] : of_tile[0];
+    TensorPosition& value = Tile::kGeneral ? shared.boxes[1] : of_tile[Tile::kGeneral ? 0 : 1];
+    if (!Tile::kGeneral || elect_thread()) {
+      set_batch(key, p.batch, p.key, at.n);
+      set_batch(value, p.batch, p.value, at.n);
+    }
+    const auto load = [&](const CUtensorMap& map, TensorPosition box, int block) {
+      const uint32_t s_full = shared_address(&shared.full[slot.slot]);
+      mbarrier_arrive_expect_bytes(s_full, sizeof(shared.block[0]));
+      box.at[1] = block * Tile::kN;
 #pragma unroll
-        for (int step = 0; step < Tile::kSteps; ++step) {
-          box.at[0] = step * Tile::kStep;
-          tma_load(shared_address(shared.block[slot.slot][step]), &map, box, s_full);
+      for (int step = 0; step < Tile::kSteps; ++step) {
+        box.at[0] = step * Tile::kStep;
+        tma_load(shared_address(shared.block[slot.slot][step]), &map, box, s_full);
+      }
+    };
+    const auto wait = [&] { mbarrier_wait(shared_address(&shared.empty[slot.slot]), slot.parity ^ 1); };
+    const int blocks = (at.keys + Tile::kN - 1) / Tile::kN;
+    if constexpr (Tile::kGeneral) {
+      const uint32_t cells = static_cast<uint32_t>(cells_of(marks, p.batch, at.n));
+      const auto look = [&](int block) -> int {
+        if (marks.data == nullptr) return kSomeShown;
+        return shown<Tile::kM / kMarkedRows, Tile::kN / Tile::kMarkedKeys>(marks, cells, at.row / kMarkedRows,
+                                                                           block * (Tile::kN / Tile::kMarkedKeys));
+      };
+      ShownBlocks found;
+      found.begin_at(blocks);
+#pragma unroll 1
+      while (found.find(0, look)) {
+        const int taken = found.take();
+        if (elect_thread()) {
+          wait();
+          shared.taken[slot.slot] = taken;
+          load(maps.key, key, taken / 2);
         }
         slot.advance();
-      };
-      load(maps.key, key);
-      load(maps.value, value);
+        if (elect_thread()) {
+          wait();
+          load(maps.value, value, taken / 2);
+        }
+        slot.advance();
+      }
+      if (elect_thread()) {  // the end of the tile takes a slot of keys
+        wait();
+        shared.taken[slot.slot] = -1;
+        mbarrier_arrive(shared_address(&shared.full[slot.slot]));
+      }
+      slot.advance();
+    } else {
+#pragma unroll 1
+      for (int block = blocks - 1; block >= 0; --block) {
+        wait();
+        load(maps.key, key, block);
+        slot.advance();
+        wait();
+        load(maps.value, value, block);
+        slot.advance();
+      }
     }
   }
 }

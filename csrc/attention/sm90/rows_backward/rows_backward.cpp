@@ -1,10 +1,12 @@
 // Driver of the row kernels' backward: what belongs to rows first, by the pipeline's kernels and into records, then the kernels of
-// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries.
+// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries; the marks of a mask.
 #include "attention/sm90/rows_backward/rows_backward.h"
 
 #include "attention/pipeline/stage.h"
 #include "attention/sm90/pipeline/backward.h"
 #include "core/arithmetic.h"
+#include "core/operand.h"
+#include "plan/sm90_rows.h"
 #include "plan/sm90_rows_backward.h"
 
 namespace attention_ext {
@@ -12,8 +14,12 @@ namespace {
 
 bool is_general(const BackwardParams& p) { return p.mask_type != MaskType::kNone || p.dropout.seed != nullptr; }
 
+RowsBackwardShape shape_of(const BackwardParams& p) {
+  return rows_backward_shape(rows_backward_class(p.E, p.Ev), is_general(p));
+}
+
 int64_t records_of_head(const BackwardParams& p) {
-  const int64_t block = rows_backward_shape(rows_backward_class(p.E, p.Ev), is_general(p)).col_queries;
+  const int64_t block = shape_of(p).col_queries;
   return std::max(round_up(p.L, block), round_up(p.L, kRowsBackwardTile)) / QueryRecord::kQueries;
 }
 
@@ -22,11 +28,24 @@ int64_t row_bytes(const BackwardParams& p) {
   return round_up(2 * p.N * p.L * static_cast<int64_t>(sizeof(float)), kWorkspaceAlignment);
 }
 
+int64_t record_bytes(const BackwardParams& p) {
+  return round_up(p.N * records_of_head(p) * static_cast<int64_t>(sizeof(QueryRecord)), kWorkspaceAlignment);
+}
+
+// Of the marks; 0: all blocks are multiplied, as of fewer than four few could be left out, or the workspace would be too large.
+int64_t mark_bytes(const BackwardParams& p) {
+  const RowsBackwardShape shape = shape_of(p);
+  const bool masked = p.mask_type != MaskType::kNone && p.S >= 4 * shape.row_keys;
+  const RowsMarkSizes sizes = rows_mark_sizes(masked, p.mask.row_stride == 0 ? 1 : p.L, p.S, shape.marked_keys());
+  const int64_t matrices = operand_of(p.batch, p.mask, p.L, 1).matrices;
+  const int64_t room = std::min(p.workspace_bytes - row_bytes(p) - record_bytes(p), (int64_t{1} << 31) - 1);
+  return sizes.cells > 0 && matrices <= room / sizes.cells ? sizes.cells * matrices : 0;
+}
+
 }  // namespace
 
 int64_t rows_backward_workspace(const BackwardParams& params) {
-  const int64_t records = params.N * records_of_head(params) * static_cast<int64_t>(sizeof(QueryRecord));
-  return row_bytes(params) + round_up(records, kWorkspaceAlignment);
+  return row_bytes(params) + record_bytes(params) + mark_bytes(params);
 }
 
 bool rows_backward_sums_mask(const BackwardParams&) { return false; }
@@ -41,6 +60,12 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   rows.records = reinterpret_cast<QueryRecord*>(static_cast<char*>(params.workspace) + row_bytes(params));
   rows.records_of_head = static_cast<int32_t>(records_of_head(params));
   rows.general = is_general(params);
+  RowsMarks marks = {};
+  if (mark_bytes(params) > 0) {
+    auto* data = static_cast<uint8_t*>(params.workspace) + row_bytes(params) + record_bytes(params);
+    const cudaError_t marked = launch_marks(params, shape_of(params).marked_keys(), data, marks, stream);
+    if (marked != cudaSuccess) return marked;
+  }
 
   const Slice whole = {0, params.N, 0, params.L, 0, params.S};
   RowDotParams dot = stage_of<RowDotParams>(params, whole);
@@ -65,10 +90,10 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
 
   switch (rows_backward_class(params.E, params.Ev)) {
-    case 64: return rows_backward_64(rows, stream);
-    case 128: return rows_backward_128(rows, stream);
-    case 192: return rows_backward_192(rows, stream);
-    default: return rows_backward_256(rows, stream);
+    case 64: return rows_backward_64(rows, marks, stream);
+    case 128: return rows_backward_128(rows, marks, stream);
+    case 192: return rows_backward_192(rows, marks, stream);
+    default: return rows_backward_256(rows, marks, stream);
   }
 }
 

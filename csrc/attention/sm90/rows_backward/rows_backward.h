@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/params.h"
+#include "attention/sm90/rows/marks.h"
 
 namespace attention_ext {
 
@@ -37,11 +38,14 @@ struct RowsBackwardParams : BackwardParams {
 
 // Writes the records.
 cudaError_t launch_query_records(const RowsBackwardParams& params, cudaStream_t stream);
+// Writes what the mask shows at `data`, for cells of 32 or 64 keys.
+cudaError_t launch_marks(const BackwardParams& params, int marked_keys, uint8_t* data, RowsMarks& marks, cudaStream_t stream);
 
-cudaError_t rows_backward_64(const RowsBackwardParams& params, cudaStream_t stream);
-cudaError_t rows_backward_128(const RowsBackwardParams& params, cudaStream_t stream);
-cudaError_t rows_backward_192(const RowsBackwardParams& params, cudaStream_t stream);
-cudaError_t rows_backward_256(const RowsBackwardParams& params, cudaStream_t stream);
+// marks: of the mask; without data of a call that has none, or whose blocks are all multiplied.
+cudaError_t rows_backward_64(const RowsBackwardParams& params, const RowsMarks& marks, cudaStream_t stream);
+cudaError_t rows_backward_128(const RowsBackwardParams& params, const RowsMarks& marks, cudaStream_t stream);
+cudaError_t rows_backward_192(const RowsBackwardParams& params, const RowsMarks& marks, cudaStream_t stream);
+cudaError_t rows_backward_256(const RowsBackwardParams& params, const RowsMarks& marks, cudaStream_t stream);
 
 // As pipeline_backward and its company. Of a problem that the kernel's row of the table (plan/backward.cpp) does not refuse.
 int64_t rows_backward_workspace(const BackwardParams& params);

@@ -7,8 +7,9 @@
 //
 // A slice is whole matrices, or some of their rows, with all keys that these see. Operands are split into terms once; where those
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
-// (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). The gradient of a mask is
-// the pipeline's sum of dS, made floats again. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
+// (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). Of narrow heads P and dS
+// come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is
+// the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
 // dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
 
@@ -68,6 +69,7 @@ class Backward {
             at<SplitHalfRowValues>(slices_.exact_at),
             slice,
             nullptr,
+            nullptr,
             slices_.pitch};
   }
 
@@ -86,14 +88,18 @@ class Backward {
   bool in_pieces() const { return slices_.keys < slices_.all_keys; }
 
   cudaError_t run_slice(const Slice& slice) const {
+    const bool twice = split_half_scores_twice(params_.E, params_.Ev);
     cudaError_t status = for_each_piece(slice, [&](const Slice& piece) {
       const cudaError_t split = split_operands(piece, piece.col_begin == 0, true);
-      return split == cudaSuccess ? make_scores(piece) : split;
+      if (split != cudaSuccess) return split;
+      return twice ? make_pairs(slice, piece, false) : make_scores(piece);
     });
-    if (status == cudaSuccess) status = launch_split_half_score_terms(terms_of(slice), stream_);
+    if (status == cudaSuccess) status = launch_split_half_rows_of_scores(terms_of(slice), stream_);
+    if (status == cudaSuccess && !twice) status = launch_split_half_score_terms(terms_of(slice), stream_);
     if (status != cudaSuccess) return status;
     status = for_each_piece(slice, [&](Slice piece) {
-      const cudaError_t split = in_pieces() ? split_operands(piece, false, false) : cudaSuccess;
+      cudaError_t split = in_pieces() ? split_operands(piece, false, twice) : cudaSuccess;
+      if (split == cudaSuccess && twice) split = make_pairs(slice, piece, true);
       // With keys that no row sees, whose gradients are 0.
       const bool last = slice.row_begin + slice.row_count == params_.L && piece.col_begin + piece.col_count == slice.col_count;
       if (last) piece.col_count = params_.S - piece.col_begin;
@@ -132,8 +138,8 @@ class Backward {
     return launch_split_half_blocks(operands, count, stream_);
   }
 
-  // Weights, and their gradients.
-  cudaError_t make_scores(const Slice& piece) const {
+  // Of products of query and key, and of grad_out and value.
+  SplitHalfScoresParams weights_of(const Slice& piece) const {
     const BackwardParams& p = params_;
     SplitHalfScoresParams scores = {};
     scores.batch = p.batch;
@@ -151,11 +157,11 @@ class Backward {
     scores.key_group = p.key_group;
     scores.query_exponents = exponents(kQuery);
     scores.key_exponents = exponents(kKey);
-    const cudaError_t status = launch_split_half_scores(scores, ScoreProducts::kWeights, at<void>(slices_.query_at),
-                                                        at<void>(slices_.key_at), stream_);
-    if (status != cudaSuccess) return status;
-
-    SplitHalfScoresParams grads = scores;
+    return scores;
+  }
+  SplitHalfScoresParams weight_grads_of(const Slice& piece) const {
+    const BackwardParams& p = params_;
+    SplitHalfScoresParams grads = weights_of(piece);
     grads.dropout = p.dropout;
     grads.factor = kept_factor(p.dropout);
     grads.weights = at<void>(slices_.grads_at);
@@ -166,8 +172,19 @@ class Backward {
     grads.mask_type = MaskType::kNone;
     grads.query_exponents = exponents(kGradOut);
     grads.key_exponents = exponents(kValue);
-    return launch_split_half_scores(grads, ScoreProducts::kWeightGrads, at<void>(slices_.grad_out_at),
+    return grads;
+  }
+  cudaError_t make_scores(const Slice& piece) const {
+    const cudaError_t status = launch_split_half_scores(weights_of(piece), ScoreProducts::kWeights, at<void>(slices_.query_at),
+                                                        at<void>(slices_.key_at), stream_);
+    if (status != cudaSuccess) return status;
+    return launch_split_half_scores(weight_grads_of(piece), ScoreProducts::kWeightGrads, at<void>(slices_.grad_out_at),
                                     at<void>(slices_.value_at), stream_);
+  }
+  cudaError_t make_pairs(const Slice& slice, const Slice& piece, bool terms) const {
+    return launch_split_half_score_pairs({weights_of(piece), weight_grads_of(piece), terms_of(slice)}, terms,
+                                         at<void>(slices_.query_at), at<void>(slices_.key_at), at<void>(slices_.grad_out_at),
+                                         at<void>(slices_.value_at), stream_);
   }
 
   SplitHalfScoreTermsParams terms_of(const Slice& slice) const {
@@ -189,20 +206,21 @@ class Backward {
     return terms;
   }
 
-  // The last thing of a slice: its terms become floats, those of P, which nobody reads any more, scratch.
+  // The last thing of a slice, when the terms of P are scratch, as nobody reads them any more.
   cudaError_t make_mask_grad(const Slice& slice) const {
-    cudaError_t status = launch_split_half_score_floats(terms_of(slice), stream_);
-    if (status != cudaSuccess) return status;
+    const SplitHalfScoreTermsParams terms = terms_of(slice);
     SplitHalfExactBackwardParams exact = exact_of(slice);
     exact.score_grads = at<float>(slices_.grads_at);
-    status = launch_split_half_exact_score_grads(exact, stream_);
+    exact.grad_exponents = terms.grad_exponents;
+    const cudaError_t status = launch_split_half_exact_score_grads(exact, stream_);
     if (status != cudaSuccess) return status;
     Slice whole_rows = slice;  // mask_grad has all keys, also those that no row of the slice sees
     whole_rows.col_count = params_.S;
     const MatrixView score_grad = slice_view(at<void>(slices_.grads_at), slice.row_count, slices_.pitch, true);
-    return launch_mask_grad(
-        mask_grad_of(params_, whole_rows, score_grad, at<void>(slices_.weights_at), slices_.grads_at - slices_.weights_at),
-        stream_);
+    MaskGradParams mask =
+        mask_grad_of(params_, whole_rows, score_grad, at<void>(slices_.weights_at), slices_.grads_at - slices_.weights_at);
+    mask.score_exponents = terms.grad_exponents;
+    return launch_mask_grad(mask, stream_);
   }
 
   cudaError_t make_gradients(const Slice& piece) const {

@@ -31,6 +31,12 @@ struct SplitHalfScoreTermsParams {
   uint8_t* marks;                              // (N,): 1 where two terms will not do
 };
 
+// Both products of a slice's tiles at once, for head dims that split_half_scores_twice names.
+struct SplitHalfScorePairsParams {
+  SplitHalfScoresParams weights, grads;  // as for ScoreProducts::kWeights and kWeightGrads
+  SplitHalfScoreTermsParams terms;       // of whole rows
+};
+
 // One of the three gradients: out = factor * A . B, added to what earlier slices left in `out` itself.
 struct SplitHalfGradientOf {
   MatrixView out;
@@ -66,12 +72,16 @@ struct SplitHalfExactBackwardParams {
   SplitHalfRowValues* row_values;                        // (N, L): here the reference is a row's largest score
   Slice slice;                                           // what is looked at
   float* score_grads;                                    // (matrices, rows, pitch) of it; null: dQ is made
+  int32_t* grad_exponents;                               // of score_grads, as SplitHalfScoreTermsParams has them
   int64_t pitch;
 };
 
+// Of whole rows, from what their segments left: what split_half_score_terms, or the pairs' terms, are made of.
+cudaError_t launch_split_half_rows_of_scores(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
+// What each segment leaves of its rows; or, when the rows' values are there, terms of P and dS. Terms of operands as below.
+cudaError_t launch_split_half_score_pairs(const SplitHalfScorePairsParams& params, bool terms, void* query_terms,
+                                          void* key_terms, void* grad_out_terms, void* value_terms, cudaStream_t stream);
 cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
-// Terms of dS, in their place, to floats.
-cudaError_t launch_split_half_score_floats(const SplitHalfScoreTermsParams& params, cudaStream_t stream);
 // query_terms: (2, matrices, rows, E rounded up to 8); the others likewise.
 cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
                                         void* grad_out_terms, cudaStream_t stream);

@@ -143,6 +143,11 @@ __global__ void __launch_bounds__(kExactThreads, 1)
         for (int i = 0; i < kExactOfThread; ++i) {
           if (exists) g_grads[first_key + exact_place(i)] = grad_of(x[i], grads[i]);
         }
+        if (threadIdx.x == 0) {
+          const int64_t row_blocks = (slice.row_count + kSplitHalfBlock - 1) / kSplitHalfBlock;
+          const int64_t row_block = unit / groups * row_blocks + slice_row / kSplitHalfBlock;
+          p.grad_exponents[row_block * (p.pitch / kSplitHalfBlock) + first_key / kSplitHalfBlock] = kTileOfFloats;
+        }
       }
       return;
     }

@@ -6,12 +6,14 @@
 // dK and dV read dS and P as they lie, row after row; wgmma transposes them. A step of 64 in k has one power of two of each side,
 // for the 64 rows or keys of a warpgroup: a factor of what the step adds, relative to the largest power so far. So sums are as
 // exact as float, whatever the magnitudes of the steps.
-// Every sum has one CTA and one order: no atomics. What spans slices goes on in the gradient itself, which is float.
+// Every sum has one order, also where several CTAs have parts of it: no atomics on sums. What spans slices goes on in the gradient
+// itself, which is float.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: SplitHalfWgmmaTile::Shared, Tickets. Registers: 232 a consumer
 // thread: 64 sums, 64 of a part (half as many each for 64 columns), the rest addresses.
 #include "attention/sm90/split_half/backward.h"
 #include "attention/sm90/split_half/terms_map.h"
 #include "attention/visibility/gradient_tiles.cuh"
+#include "core/device_info.h"
 #include "device/common/batch.cuh"
 #include "gemm/sm90/steps.cuh"
 #include "gemm/sm90/tickets.cuh"
@@ -20,14 +22,16 @@
 namespace attention_ext {
 namespace {
 
-// What is summed, in order: tiles of the first list in parts of their sums, all of one part before the next; then those of the
-// other.
+// What is summed, in order: tiles of the first list in parts of their sums, all of one part before the next; then the steps of the
+// other's tiles, one tile's after another's, in equal shares: a tile each, or an SM each, where tiles would leave SMs without one.
 template <class Tile>
 struct SplitHalfGradientLists {
-  GradientTiles<Tile> parted, whole;
+  GradientTiles<Tile> parted, other;
   int parts;
+  unsigned steps, share;  // the most of a tile's; of a share
   __host__ __device__ unsigned in_parts() const { return parted.all() * static_cast<unsigned>(parts); }
-  __host__ __device__ unsigned all() const { return in_parts() + whole.all(); }
+  __host__ __device__ unsigned other_steps() const { return other.all() * steps; }
+  __host__ __device__ unsigned all() const { return in_parts() + (other_steps() + share - 1) / share; }
 };
 
 struct SplitHalfGradientsMaps {
@@ -82,8 +86,8 @@ struct BlockPromotion {
 template <class Tile>
 struct SplitHalfGradients {
   struct Place : GradientTiles<Tile>::Place {
-    unsigned tile;  // of the first list
-    int part, parts;
+    unsigned tile;    // of its list
+    int part, parts;  // of its sum
   };
   static constexpr int kBlock = kSplitHalfBlock;
   static_assert(Tile::kK == kBlock && Tile::kM == 2 * kBlock, "a step, and a warpgroup's rows, have one exponent");
@@ -94,18 +98,45 @@ struct SplitHalfGradients {
   __device__ __forceinline__ int64_t end_key() const { return min(p.slice.col_begin + p.slice.col_count, p.keys); }
   // Query heads that a key head's sum goes over.
   __device__ __forceinline__ int heads() const { return static_cast<int>(min(p.group, p.slice.batch_count)); }
-  __device__ __forceinline__ Place place(unsigned number) const {
-    const bool whole = number >= lists.in_parts();
-    const GradientTiles<Tile>& list = whole ? lists.whole : lists.parted;
-    Place at;
-    at.tile = whole ? number - lists.in_parts() : number % list.all();
-    at.part = whole ? 0 : static_cast<int>(number / list.all());
-    at.parts = whole ? 1 : lists.parts;
-    static_cast<typename GradientTiles<Tile>::Place&>(at) = list.place(at.tile, p.slice, p.sequence, end_key());
-    const int most = (at.steps + at.parts - 1) / at.parts, before = min(at.part * most, at.steps);
-    at.k_begin += before * Tile::kK;
-    at.steps = min(most, at.steps - before);
-    return at;
+
+  // visit(place) for the part or share of that number.
+  template <class Visit>
+  __device__ __forceinline__ void for_each_place(unsigned number, Visit visit) const {
+    const bool in_share = number >= lists.in_parts();
+    const GradientTiles<Tile>& list = in_share ? lists.other : lists.parted;
+    const unsigned steps = lists.steps, share = lists.share;
+    unsigned begin = 0, end = 0, tile = in_share ? 0 : number % list.all();
+    if (in_share) {
+      begin = (number - lists.in_parts()) * share;
+      end = min(begin + share, lists.other_steps());
+      tile = (end - 1) / steps;
+    }
+    // A share's last tile first: the next share, which ends with the rest of that tile, finds its beginning added.
+#pragma unroll 1
+    for (;; --tile) {
+      Place at;
+      static_cast<typename GradientTiles<Tile>::Place&>(at) = list.place(tile, p.slice, p.sequence, end_key());
+      at.tile = tile;
+      int first, last;  // of its steps, which may be fewer than the most
+      const unsigned tile_begin = tile * steps;
+      if (in_share) {
+        at.part = static_cast<int>(begin / share - tile_begin / share);
+        at.parts = static_cast<int>((tile_begin + steps - 1) / share - tile_begin / share) + 1;
+        first = static_cast<int>(max(begin, tile_begin) - tile_begin);
+        last = static_cast<int>(min(end, tile_begin + steps) - tile_begin);
+      } else {
+        at.part = static_cast<int>(number / list.all());
+        at.parts = lists.parts;
+        const int most = (at.steps + at.parts - 1) / at.parts;
+        first = at.part * most;
+        last = first + most;
+      }
+      first = min(first, at.steps);
+      at.k_begin += first * Tile::kK;
+      at.steps = min(last, at.steps) - first;
+      visit(at);
+      if (!in_share || tile_begin <= begin) return;
+    }
   }
   __device__ __forceinline__ int64_t row_blocks() const { return (p.slice.row_count + kBlock - 1) / kBlock; }
   __device__ __forceinline__ int col_blocks() const { return static_cast<int>(p.pitch / kBlock); }
@@ -115,27 +146,28 @@ struct SplitHalfGradients {
     const int first_block = static_cast<int>(p.slice.col_begin) / kBlock;
     TicketDrawer drawer(tickets, p.ticket, end, true);
 #pragma unroll 1
-    for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
-      const Place at = place(tile);
-      if (at.steps == 0) continue;
-      if (at.of == kGradQuery) {
-        TensorPosition a = {{0, at.m, 0, first_block + at.k_begin / kBlock, static_cast<int>(at.slice_index)}};
-        TensorPosition b = {{at.col, at.k_begin, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
+    for (unsigned number = drawer.draw(); number < end; number = drawer.draw()) {
+      for_each_place(number, [&](const Place& at) {
+        if (at.steps == 0) return;
+        if (at.of == kGradQuery) {
+          TensorPosition a = {{0, at.m, 0, first_block + at.k_begin / kBlock, static_cast<int>(at.slice_index)}};
+          TensorPosition b = {{at.col, at.k_begin, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
 #pragma unroll 1
-        for (int step = 0; step < at.steps; ++step) loader.template load<false, true, true>(maps.grad_rows, a, maps.key, b);
-        continue;
-      }
-      const bool is_value = at.of == kGradValue;
-      const CUtensorMap& map_a = is_value ? maps.weights : maps.grads;
-      const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
+          for (int step = 0; step < at.steps; ++step) loader.template load<false, true, true>(maps.grad_rows, a, maps.key, b);
+          return;
+        }
+        const bool is_value = at.of == kGradValue;
+        const CUtensorMap& map_a = is_value ? maps.weights : maps.grads;
+        const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
 #pragma unroll 1
-      for (int head = 0; head < heads(); ++head) {
-        const int matrix = static_cast<int>(at.slice_index) + head;
-        TensorPosition a = {{0, at.k_begin, 0, first_block + at.m / kBlock, matrix}};
-        TensorPosition b = {{at.col, at.k_begin, 0, matrix, 0}};
+        for (int head = 0; head < heads(); ++head) {
+          const int matrix = static_cast<int>(at.slice_index) + head;
+          TensorPosition a = {{0, at.k_begin, 0, first_block + at.m / kBlock, matrix}};
+          TensorPosition b = {{at.col, at.k_begin, 0, matrix, 0}};
 #pragma unroll 1
-        for (int step = 0; step < at.steps; ++step) loader.template load<true, true, true>(map_a, a, map_b, b);
-      }
+          for (int step = 0; step < at.steps; ++step) loader.template load<true, true, true>(map_a, a, map_b, b);
+        }
+      });
     }
   }
 
@@ -143,27 +175,28 @@ struct SplitHalfGradients {
     const unsigned end = lists.all();
     TicketReader reader(tickets);
 #pragma unroll 1
-    for (unsigned tile = reader.next(); tile < end; tile = reader.next()) {
-      const Place at = place(tile);
-      float product[Tile::kN / 2];
+    for (unsigned number = reader.next(); number < end; number = reader.next()) {
+      for_each_place(number, [&](const Place& at) {
+        float product[Tile::kN / 2];
 #pragma unroll
-      for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
-      int top = 0;
-      if (at.steps == 0) {
-        multiplier.let_follow();
-      } else {
-        BlockPromotion<Tile> promotion = promotion_of(at, row);
-        promotion.read_next();
-        if (at.of == kGradQuery) {
-          multiplier.template multiply_terms<false, true>(product, at.steps, promotion);
+        for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+        int top = 0;
+        if (at.steps == 0) {
+          multiplier.let_follow();
         } else {
-          multiplier.template multiply_terms<true, true>(product, at.steps * heads(), promotion);
+          BlockPromotion<Tile> promotion = promotion_of(at, row);
+          promotion.read_next();
+          if (at.of == kGradQuery) {
+            multiplier.template multiply_terms<false, true>(product, at.steps, promotion);
+          } else {
+            multiplier.template multiply_terms<true, true>(product, at.steps * heads(), promotion);
+          }
+          top = promotion.top;
         }
-        top = promotion.top;
-      }
-      wait_for_part_before(at, row);
-      if (at.steps > 0 || is_first(at)) store(at, row, top, product);
-      end_part(at, row);
+        wait_for_part_before(at, row);
+        if (at.steps > 0 || is_first(at)) store(at, row, top, product);
+        end_part(at, row);
+      });
     }
   }
 
@@ -310,8 +343,13 @@ cudaError_t launch(const SplitHalfGradientsParams& params, void* query_terms, vo
   const auto list = [&](bool of_rows, bool of_keys) {
     return GradientTiles<Tile>(slice, params.sequence.causal, params.group, E, Ev, of_rows, of_keys);
   };
-  const SplitHalfGradientLists<Tile> lists = {list(parts.of_rows, parts.of_keys), list(!parts.of_rows, !parts.of_keys),
-                                              static_cast<int>(parts.count)};
+  SplitHalfGradientLists<Tile> lists = {list(parts.of_rows, parts.of_keys), list(!parts.of_rows, !parts.of_keys),
+                                        static_cast<int>(parts.count), 0, 0};
+  lists.share = lists.steps = static_cast<unsigned>(ceil_div(std::max(rows, slice.col_count), Tile::kK));
+  if (parts.in_shares) {
+    constexpr int64_t kLeast = 4;  // steps
+    lists.share = static_cast<unsigned>(std::max(ceil_div(lists.other_steps(), current_device_info().sms), kLeast));
+  }
   return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
                                                                          params, maps, lists);
 }

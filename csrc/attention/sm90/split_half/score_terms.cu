@@ -6,9 +6,9 @@
 // 2. A CTA a tile of 64 x 64: P and dS in registers, the largest of each, their terms. Of tiles that the products read: those of a
 //    row tile of 128 up to the last key that it sees, zeros beyond what a row sees.
 // With dropout dP is of the weights that are kept already, and P is written as keep * P.
-// 3. Only for the gradient of a mask, after all products: terms of dS to floats again, which they are to 2^-23.
 // Grid: 256 threads. Shared memory: 64 bytes.
 #include "attention/sm90/split_half/backward.h"
+#include "attention/sm90/split_half/segment_weights.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "core/launch.cuh"
 #include "device/common/math.cuh"
@@ -23,12 +23,6 @@ namespace {
 constexpr int kCtaThreads = 256, kWarps = kCtaThreads / 32, kRowTile = 128;
 constexpr int kBlock = kSplitHalfBlock, kQuads = kBlock / 4, kRowsAtOnce = kCtaThreads / kQuads, kPasses = kBlock / kRowsAtOnce;
 static_assert(kBlock == kSegment, "a tile's keys are a segment");
-
-// 2^(reference - largest) of whole numbers, 0 where that is no normal float; of -inf, 0.
-__device__ __forceinline__ float segment_factor(float reference, float largest) {
-  const int power = static_cast<int>(fmaxf(reference - largest, -127.0f));
-  return __int_as_float((power + 127) << 23);
-}
 
 __device__ __forceinline__ float probability(float weight, float factor, float sum) { return weight * factor / sum; }
 
@@ -185,35 +179,6 @@ __global__ void __launch_bounds__(kCtaThreads)
   store(p.grads, scales[1], grads);
 }
 
-__global__ void __launch_bounds__(kCtaThreads)
-    split_half_score_floats_kernel(const __grid_constant__ SplitHalfScoreTermsParams p, int64_t first_tile) {
-  const int64_t tile = first_tile + blockIdx.x;
-  const ScoreTile at(p, tile);
-  if (!at.is_read()) return;
-  const int exponent = p.grad_exponents[tile], quad = threadIdx.x % kQuads * 4, first_row = at.block_row + threadIdx.x / kQuads;
-  const auto row_of = [&](int i) {
-    return static_cast<float*>(p.grads) + (at.slice_index * p.slice.row_count + first_row + i * kRowsAtOnce) * p.pitch +
-           at.first_col;
-  };
-  const auto exists = [&](int i) { return first_row + i * kRowsAtOnce < p.slice.row_count; };
-  float grads[kPasses][4] = {};
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    if (!exists(i)) break;
-    const __half* g_high = reinterpret_cast<const __half*>(row_of(i));
-    float low[4];
-    load_quad<__half>(grads[i], g_high, quad, kBlock, 1, true);
-    load_quad<__half>(low, g_high + kBlock, quad, kBlock, 1, true);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) grads[i][e] = times_power_of_two(grads[i][e] + low[e], exponent);
-  }
-  __syncthreads();  // all terms have been read
-#pragma unroll
-  for (int i = 0; i < kPasses; ++i) {
-    if (exists(i)) store_whole_quad(row_of(i) + quad, grads[i]);
-  }
-}
-
 int64_t tiles_of(const SplitHalfScoreTermsParams& params) {
   const Slice& slice = params.slice;
   return slice.batch_count * ceil_div(slice.row_count, kBlock) * (params.pitch / kBlock);
@@ -221,16 +186,13 @@ int64_t tiles_of(const SplitHalfScoreTermsParams& params) {
 
 }  // namespace
 
-cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
-  const Slice& slice = params.slice;
-  const cudaError_t status =
-      launch_rows(split_half_rows_of_scores_kernel, kCtaThreads, slice.batch_count * slice.row_count, kWarps, stream, params);
-  if (status != cudaSuccess) return status;
-  return launch_rows(split_half_score_terms_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
+cudaError_t launch_split_half_rows_of_scores(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
+  const int64_t rows = params.slice.batch_count * params.slice.row_count;
+  return launch_rows(split_half_rows_of_scores_kernel, kCtaThreads, rows, kWarps, stream, params);
 }
 
-cudaError_t launch_split_half_score_floats(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
-  return launch_rows(split_half_score_floats_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
+cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& params, cudaStream_t stream) {
+  return launch_rows(split_half_score_terms_kernel, kCtaThreads, tiles_of(params), 1, stream, params);
 }
 
 }  // namespace attention_ext

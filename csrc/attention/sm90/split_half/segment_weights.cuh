@@ -23,6 +23,12 @@ __device__ __forceinline__ int open_keys(const KeyRange& range, int row, int end
   return warp_row + 16 <= end_row ? range.end_of_row(warp_row) : 0;
 }
 
+// 2^(reference - largest) of whole numbers, 0 where that is no normal float; of -inf, 0.
+__device__ __forceinline__ float segment_factor(float reference, float largest) {
+  const int power = static_cast<int>(fmaxf(reference - largest, -127.0f));
+  return __int_as_float((power + 127) << 23);
+}
+
 constexpr int kMostSplitHalfExponent = 90;          // of a score's factor: products are up to 2^40
 constexpr float kLeastSplitHalfFactor = 0x1p-100f;  // far from where a factor and -inf would make NaN
 
