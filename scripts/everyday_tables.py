@@ -123,8 +123,21 @@ def host_time_table(record: dict[str, Any]) -> list[str]:
     return table("call | `torch.ops.attention_ext` | `attention_ext` | PyTorch | ratio (at most)", lines)
 
 
+def kernelbench_table(record: dict[str, Any]) -> list[str]:
+    """A problem solved by examples/kernelbench and by the benchmark's own Model."""
+    lines = []
+    for row in record.get("kernelbench", ()):
+        if "not_available" in row:
+            lines.append([row["name"], f"not measured: {row['not_available']}", "", "", ""])
+        else:
+            times = [short(row[who]) for who in ("ours", "torch")]
+            lines.append([row["name"], *times, f"{row['ratio']:.2f}", f"{row['max_difference']:.1e}"])
+    return table("problem | the example, ms | PyTorch, ms | ratio | largest difference", lines)
+
+
 EVERYDAY_TABLES: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "everyday": everyday_table,
     "variants": variants_table,
     "host_time": host_time_table,
+    "kernelbench": kernelbench_table,
 }

@@ -41,6 +41,7 @@ def test_what_passes() -> None:
         {"shapes_failed": ["class512"]},
         {"everyday_failed": True},
         {"host_time_failed": True},
+        {"kernelbench": [{"not_available": "out of memory"}]},
         {"everyday": {"rows": [{"name": "a"}, {"ours_failed": "out of memory"}], "left_out": 0}},
         {"variants": {"rows": [{"not_available": "out of memory"}], "left_out": 0}},
         {"linear": {}},

@@ -58,6 +58,10 @@ PARTS = {
         {"name": "tiny", "operator": 16.0, "function": 12.0, "torch": 8.0, "ratio": 2.0, "goal": 1.3, "kept": False},
         {"name": "linear", "function": 8.0, "torch": 8.0, "ratio": 1.0, "goal": 1.05, "kept": True},
     ],
+    "kernelbench": [
+        {"name": "level 1", "ours": 2.0, "torch": 5.0, "ratio": 2.5, "max_difference": 1.5e-6},
+        {"name": "level 2", "not_available": "out of memory"},
+    ],
 }
 
 
@@ -225,6 +229,10 @@ def test_options_and_host_time() -> None:
     made, of_functions = text_of("host_time", PARTS).splitlines()[-2:]
     assert made == "| tiny | 16.0 | 12.0 | 8.0 | **2.00** (1.3) |"
     assert of_functions == "| linear |  | 8.0 | 8.0 | 1.00 (1.05) |"
+    assert text_of("kernelbench", PARTS).splitlines()[-2:] == [
+        "| level 1 | 2.00 | 5.00 | 2.50 | 1.5e-06 |",
+        "| level 2 | not measured: out of memory |  |  |  |",
+    ]
 
 
 def test_stages_in_their_table_and_without() -> None:
