@@ -107,6 +107,17 @@ def test_bits_alone_and_in_a_batch(dims: tuple[int, int], kind: str, poison_all:
         hold(kind, (last[0], last[1]), *last[2:], mask, False)
 
 
+@pytest.mark.parametrize("heads", [(4, 4), (8, 1), (8, 2)], ids=str)
+@pytest.mark.parametrize("E", [64, 128, 192, 256, 512, 768, 1024])
+def test_bits_of_the_plans_choice(E: int, heads: tuple[int, int]) -> None:
+    """The kernel that splits the keys is the same for one batch row and for 64."""
+    q, k, v = draw(64, heads, 1, 2000, (E, E), torch.bfloat16)
+    gqa = heads[0] != heads[1]
+    together = torch.ops.attention_ext.sdpa_forward(q, k, v, None, None, 0.0, False, enable_gqa=gqa)
+    alone = torch.ops.attention_ext.sdpa_forward(q[:1], k[:1], v[:1], None, None, 0.0, False, enable_gqa=gqa)
+    assert same(alone, (together[0][:1], together[1][:1]))
+
+
 @pytest.mark.parametrize("dims", CLASSES, ids=str)
 def test_bits_are_the_same_again(dims: tuple[int, int]) -> None:
     q, k, v = draw(4, (16, 4), 1, 8000, dims, torch.bfloat16)

@@ -181,11 +181,11 @@ def test_sizes_beyond_any_memory() -> None:
 
 def test_the_choice_is_the_cheapest_that_does_not_refuse() -> None:
     needs_hopper_kernels()
-    for number, problem in enumerate(some_problems(200)):
+    for number, problem in enumerate(some_problems(200)):  # who splits keys is chosen by head dims: bits do not depend on the batch
         problem |= ({}, {"value__row_alignment": 8}, {"value_group": 1}, {"batch_dims": 3})[number % 4]
         found = plan(**problem)
-        open_to_all = [cost for cost, clause in zip(found.costs, found.refusals, strict=True) if not clause]
-        assert found.kernel == FORWARD[found.costs.index(min(open_to_all))]
+        best = min(cost for cost, clause in zip(found.costs, found.refusals, strict=True) if not clause)
+        assert found.costs[FORWARD.index(found.kernel)] == best or found.reason.endswith("at these head dims for any batch")
         assert found == plan(**problem)
 
 

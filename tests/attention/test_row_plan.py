@@ -12,7 +12,8 @@ FORWARD = kernel_names()
 ROW_KERNELS, FUSED = FORWARD.index("sm90_256"), ("sm90_256", "sm90_512", "sm90_1024")
 BOOL = 1  # MaskType
 BLOCKS = {64: 128, 128: 128, 192: 112, 256: 80}  # keys of a block of sm90_256, by head dim
-WIDER = {320: "sm90_512", 512: "sm90_512", 768: "sm90_1024", 1024: "sm90_1024"}
+SPLIT = (64, 128, 192)  # those of them whose keys sm90_256 splits
+WIDER = {256: "sm90_512", 320: "sm90_512", 512: "sm90_512", 768: "sm90_1024", 1024: "sm90_1024"}
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +37,7 @@ def row_bytes(E: int) -> int:
     return 4 * (E + 2)
 
 
-@pytest.mark.parametrize("E", BLOCKS)
+@pytest.mark.parametrize("E", SPLIT)
 @pytest.mark.parametrize(
     ("L", "S", "group", "least"),
     [(1, 513, 1, 256), (1, 4096, 8, 256), (8, 4096, 1, 256), (2, 4096, 8, 512), (1, 4097, 1, 512), (1, 16384, 4, 512),
@@ -76,7 +77,7 @@ def test_not_split(E: int, L: int, S: int, more: dict[str, int]) -> None:
         assert found.kernel not in FUSED or found.workspace == 0
 
 
-@pytest.mark.parametrize("E", WIDER)
+@pytest.mark.parametrize("E", [320, 512, 768, 1024])
 @pytest.mark.parametrize(("L", "group"), [(33, 1), (64, 1), (5, 8)])
 def test_more_rows_above_256_are_not_split(E: int, L: int, group: int) -> None:
     for N in (group, 16 * group):
@@ -101,40 +102,27 @@ def test_marks_come_first() -> None:
     assert plan(64, 1, 4096, mask=BOOL, cap=one + marks - 1).workspace == one
 
 
-@pytest.mark.parametrize("E", BLOCKS)
-def test_chosen_for_decoding(E: int) -> None:
-    """One query over many keys, alone or in a batch: faster than by a tile for all keys, and than any other kernel.
+@pytest.mark.parametrize(("E", "kernel"), [*((E, "sm90_256") for E in SPLIT), (200, "sm90_512"), *WIDER.items()])
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_chosen_for_decoding(E: int, kernel: str, group: int) -> None:
+    """One query over many keys: one kernel, whatever the batch, as another's pieces have other bits."""
+    for N in (8, 32, 1024, 8192):
+        for S in (513, 1024, 4096, 32768):
+            found = plan(N, 1, S, E, group)
+            assert found.kernel == kernel and found.workspace > 0, (N, S, found.costs)
 
-    But for few key heads above head dim 64, of which sm90_512 makes more pieces.
-    """
-    for N in (8, 32, 1024):
-        for S in (1024, 4096, 32768):
-            found = plan(N, 1, S, E, group=4)
-            few = E > 64 and (N == 8 or (N, S) == (32, 1024))
-            assert found.kernel in ("sm90_256", "sm90_512" if few else "sm90_256") and found.workspace > 0, (N, S, found.costs)
+
+@pytest.mark.parametrize("E", BLOCKS)
+def test_splitting_keys_is_faster(E: int) -> None:
     assert cost(8, 1, 4096, E) < 15_000 and cost(32, 1, 4096, E, group=4) < 15_000
     assert cost(8, 1, 8192, E, cap=0) > 5 * cost(8, 1, 8192, E)
 
 
-@pytest.mark.parametrize("E", [128, 192, 256])
-@pytest.mark.parametrize("S", [2048, 8192, 32768])
-def test_few_heads_as_measured(E: int, S: int) -> None:
-    """One key head for 8 query heads: on an H200 sm90_512 takes 3 to 9 % less at head dim 128, and 18 to 26 % above."""
-    assert plan(8, 1, S, E, group=8).kernel == "sm90_512"
-
-
-@pytest.mark.parametrize("E", [192, 256])
-def test_many_heads_as_measured(E: int) -> None:
-    """128 key heads for 512 query heads: there sm90_512 takes 4 to 26 % more."""
-    assert plan(512, 1, 4096, E, group=4).kernel == "sm90_256"
-
-
-@pytest.mark.parametrize(("E", "kernel"), WIDER.items())
-def test_chosen_for_decoding_above_256(E: int, kernel: str) -> None:
-    for N in (8, 32, 1024):
-        for S in (1024, 8192, 32768):
-            found = plan(N, 1, S, E, group=8)
-            assert found.kernel == kernel, (N, S, found.costs)
+@pytest.mark.parametrize(("E", "L", "kernel"), [(192, 32, "sm90_256"), (256, 32, "sm90_512"), (256, 33, "sm90_256")])
+def test_the_most_rows_that_are_split(E: int, L: int, kernel: str) -> None:
+    """Above head dim 192 rows are sm90_512's up to 32, and sm90_256's up to 64."""
+    for N in (1, 16, 1024):
+        assert plan(N, L, 4096, E).kernel == kernel
 
 
 @pytest.mark.parametrize(("E", "keys"), BLOCKS.items())
