@@ -75,9 +75,10 @@ def sdpa(
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
     """
     if not (is_compiling() or function_modes()):  # the short way past the dispatcher, too
-        run = recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        run = recall(arguments)
         if run is not None:
-            return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+            return run(arguments)
     attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)  # here too: a graph of torch.compile loses what it means
     out: Tensor = torch.ops.attention_ext.sdpa.default(
         query, key, value, attn_mask, constant(dropout_p), is_causal, scale=constant(scale), enable_gqa=enable_gqa

@@ -2,50 +2,45 @@
 
 from collections.abc import Callable, Hashable
 from functools import partial
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from .._recall import Known, Sample
 from .._torch_private import sdp_settings
 
-__all__ = ["Run", "recall", "sample"]
+__all__ = ["Arguments", "Run", "recall", "sample"]
 
-Run = Callable[..., Tensor]  # takes the arguments of sdpa by position
+Arguments: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None, bool]  # all of sdpa, in its order
+Run = Callable[[Arguments], Tensor]
 _KNOWN = Known()
 
 
-def _outline(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool,
-) -> Hashable:  # fmt: skip
+def _outline(arguments: Arguments) -> Hashable:
     """What checks.py, router.py and choice.py look at beside single tensors, and of these what tells most calls apart."""
+    query, key, value, mask, dropout_p, causal, scale, grouped = arguments
     if not query.is_cuda:
-        return query.shape, key.shape, attn_mask is None, dropout_p, is_causal, scale, enable_gqa
+        return query.shape, key.shape, mask is None, dropout_p, causal, scale, grouped
     aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
-    return query.shape, key.shape, attn_mask is None, dropout_p, is_causal, scale, enable_gqa, aligned, sdp_settings()
+    return query.shape, key.shape, mask is None, dropout_p, causal, scale, grouped, aligned, sdp_settings()
 
 
-def recall(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool,
-) -> Run | None:  # fmt: skip
+def _tensors(arguments: Arguments) -> tuple[Any, ...]:
+    return arguments[:3] if arguments[3] is None else arguments[:4]
+
+
+def recall(arguments: Arguments) -> Run | None:
     """How a call like this one was run, if that is known."""
-    if not (type(query) is type(key) is type(value) is Tensor):
+    tensors = _tensors(arguments)
+    if not (type(tensors[0]) is type(tensors[1]) is type(tensors[2]) is Tensor):
         return None
-    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
     try:
-        run: Run | None = _KNOWN.find(
-            _outline(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa), *tensors
-        )  # fmt: skip
+        run: Run | None = _KNOWN.find(_outline(arguments), *tensors)
     except (RuntimeError, TypeError):  # of a tensor without sizes or memory, or an argument that cannot be one
         return None
     return run
 
 
-def sample(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
-    enable_gqa: bool,
-) -> Sample:  # fmt: skip
+def sample(arguments: Arguments) -> Sample:
     """This call, to keep how it is run."""
-    outline = partial(_outline, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return Sample(_KNOWN, outline, query, key, value, *([] if attn_mask is None else [attn_mask]))
+    return Sample(_KNOWN, partial(_outline, arguments), *_tensors(arguments))

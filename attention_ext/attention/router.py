@@ -23,7 +23,7 @@ from .choice import BACK_ENDS
 from .composed import attention_with_lse
 from .layout import in_order_of
 from .limits import MAX_BATCH_DIMS
-from .recall import recall, sample
+from .recall import Arguments, recall, sample
 from .run import execute, shortest
 from .torch_cuda import choose, name_of, workspace
 
@@ -144,14 +144,13 @@ def sdpa(
     *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """The body of torch.ops.attention_ext.sdpa."""
-    run = recall(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    if run is None:
-        return _sdpa_anew(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    run = recall(arguments)
+    return _sdpa_anew(arguments) if run is None else run(arguments)
 
 
-def _sdpa_anew(*arguments: Any) -> Tensor:
-    this = sample(*arguments)
+def _sdpa_anew(arguments: Arguments) -> Tensor:
+    this = sample(arguments)
     *positional, scale, enable_gqa = arguments
     call, mask_is_plain = checked(*positional, scale=scale, enable_gqa=enable_gqa)
     chosen = route(call)

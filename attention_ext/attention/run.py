@@ -13,7 +13,7 @@ from .autograd import attend
 from .call import AttentionCall
 from .choice import BACK_ENDS
 from .layout import empty_results, in_order_of
-from .recall import Run
+from .recall import Arguments, Run
 
 __all__ = ["execute", "shortest"]
 
@@ -59,34 +59,22 @@ def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
     strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
 
-    def anyhow(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None, enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
-        again = AttentionCall(query, key, value, attn_mask, None, dropout_p, is_causal, scale, enable_gqa, scores=scores)
-        return execute(target, again)
+    def anyhow(arguments: Arguments) -> Tensor:
+        return execute(target, AttentionCall(*arguments[:4], None, *arguments[4:], scores=scores))
 
-    def by_kernel(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None, enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
-        tensors = query, key, value, attn_mask, None
-        out: Tensor = redispatch(_FORWARD, CUDA, *tensors, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)[0]
+    def by_kernel(arguments: Arguments) -> Tensor:
+        query, key, value, mask, _, causal, scale, grouped = arguments
+        out: Tensor = redispatch(_FORWARD, CUDA, query, key, value, mask, None, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
         return out
 
-    def by_torch(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None, enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
-        out: Tensor = torch_sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-        return out if out.stride() == strides else in_order_of(query, out)
+    def by_torch(arguments: Arguments) -> Tensor:
+        *positional, scale, grouped = arguments
+        out: Tensor = torch_sdpa(*positional, scale=scale, enable_gqa=grouped)
+        return out if out.stride() == strides else in_order_of(arguments[0], out)
 
-    def by_torch_with_defaults(
-        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
-        scale: float | None, enable_gqa: bool,
-    ) -> Tensor:  # fmt: skip
-        out: Tensor = torch_sdpa(query, key, value)  # it takes a while to read five more arguments
-        return out if out.stride() == strides else in_order_of(query, out)
+    def by_torch_with_defaults(arguments: Arguments) -> Tensor:
+        out: Tensor = torch_sdpa(*arguments[:3])  # it takes a while to read five more arguments
+        return out if out.stride() == strides else in_order_of(arguments[0], out)
 
     if call.expanded() is not call:
         return anyhow

@@ -138,4 +138,4 @@ def test_dropout_by_name(grad: bool) -> None:
         torch.manual_seed(1)
         outs.append(attention_ext.sdpa(q, k, v, dropout_p=0.3))
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
-    assert recall.recall(q, k, v, None, 0.3, False, None, False) is not None
+    assert recall.recall((q, k, v, None, 0.3, False, None, False)) is not None
