@@ -11,7 +11,7 @@
 
 namespace attention_ext {
 
-template <class Tile, bool kGeneral>
+template <class Tile, RowsKind kKind>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
   RowsMaps maps;
@@ -36,7 +36,7 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
       static_cast<uint32_t>(grid.tiles), params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1, {}};
 
   RowsMarks marks = {};
-  if constexpr (kGeneral) {
+  if constexpr (kKind != kPlain) {
     if (plan.mark_bytes > 0) {  // the plan may give none (plan/forward.cpp)
       status = launch_marks<typename Tile::T, Tile::kN>(params, static_cast<uint8_t*>(params.workspace) + plan.pieces.bytes(),
                                                         marks, stream);
@@ -48,16 +48,21 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
     order.tiles = static_cast<uint32_t>(tiles);
     LaunchShape shape = {std::min(tiles, sms), Tile::kThreads, sizeof(typename Tile::Shared)};
     shape.early = tiles <= sms;  // of more than one wave later CTAs start late anyhow
-    return launch_kernel(rows_forward_kernel<Tile, kGeneral>, shape, stream, params, maps, marks, order);
+    return launch_kernel(rows_forward_kernel<Tile, kKind>, shape, stream, params, maps, marks, order);
   };
   if constexpr (!Tile::kSplits) return launch(grid.tiles);
 
   order.heads_of_section = 1;
-  const float unit = kGeneral ? 1.0f : static_cast<float>(params.scale);
+  const float unit = kKind == kPlain ? static_cast<float>(params.scale) : 1.0f;
   return launch_in_pieces(params, plan.pieces, unit, stream, [&](const KeyPieces& pieces, int64_t groups) {
     order.pieces = pieces;
     return launch(grid.tiles / heads * groups);
   });
+}
+
+// Whether a bias is all there is, and all of it can be read in whole chunks of 16 bytes.
+inline bool only_bias(const ForwardParams& params) {
+  return params.mask_type == MaskType::kSameAsQuery && params.mask.vector && params.S % 8 == 0 && params.dropout.seed == nullptr;
 }
 
 template <int kClass>
@@ -78,12 +83,15 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
     using T = decltype(element);
     const auto launch = [&](auto tile) {
       using Tile = decltype(tile);
-      return general ? launch_rows<Tile, true>(params, plan, grid, sms, stream)
-                     : launch_rows<Tile, false>(params, plan, grid, sms, stream);
+      if (!general) return launch_rows<Tile, kPlain>(params, plan, grid, sms, stream);
+      if constexpr (!Tile::kSplits) {
+        if (only_bias(params)) return launch_rows<Tile, kBias>(params, plan, grid, sms, stream);
+      }
+      return launch_rows<Tile, kGeneral>(params, plan, grid, sms, stream);
     };
     if (plan.pieces.split.pieces > 1) return launch(RowsTile<T, kClass, kSplitRows>());
     if constexpr (kClass == 64) {
-      if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, false>(params, plan, grid, sms, stream);
+      if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, kPlain>(params, plan, grid, sms, stream);
     }
     return launch(RowsTile<T, kClass, 128>());
   });

@@ -12,6 +12,13 @@
 
 namespace attention_ext {
 
+// What becomes of the products of query and key, an instance of the kernel each.
+enum RowsKind {
+  kPlain,    // scores as they come, under a positive scale
+  kBias,     // a bias of the query's dtype, read 16 bytes at a time and a block ahead
+  kGeneral,  // any mask, dropout, any scale
+};
+
 // In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
 struct RowsOrder {
   uint32_t tiles;
@@ -127,12 +134,12 @@ struct RowsTile {
   static constexpr bool kSplits = kRows == kSplitRows;  // whether a tile has a piece of the keys, and leaves what it has summed
   static constexpr bool kTurns = kShape.turns && kConsumers > 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // A consumer thread's and a producer's; the general instance's producer looks up hidden blocks. One consumer has enough without.
-  static constexpr int consumer_registers(bool general) { return kConsumers == 3 ? 160 : general ? 232 : 240; }
-  static constexpr int producer_registers(bool general) { return kConsumers == 3 ? 32 : general ? 40 : 24; }
-  static_assert(128 * (kConsumers * consumer_registers(true) + producer_registers(true)) <= 65536,
+  // A consumer thread's and a producer's; under a mask the producer looks up hidden blocks. One consumer has enough without.
+  static constexpr int consumer_registers(RowsKind kind) { return kConsumers == 3 ? 160 : kind == kPlain ? 240 : 232; }
+  static constexpr int producer_registers(RowsKind kind) { return kConsumers == 3 ? 32 : kind == kPlain ? 24 : 40; }
+  static_assert(128 * (kConsumers * consumer_registers(kGeneral) + producer_registers(kGeneral)) <= 65536,
                 "an SM has 65,536 registers");
-  static_assert(128 * (kConsumers * consumer_registers(false) + producer_registers(false)) <= 65536, "the same");
+  static_assert(128 * (kConsumers * consumer_registers(kPlain) + producer_registers(kPlain)) <= 65536, "the same");
   static constexpr bool kOwnStrips = kShape.own_strips && !kSplits;
   static constexpr bool kQueryStrips = !kShape.own_strips && !kSplits;  // results leave through the query's place
 
@@ -150,7 +157,7 @@ struct RowsTile {
     RowsWork<RowsTile> producer_work, work[kWorks];
     TensorPosition key_box, value_box;
     int64_t mask_row[kM];  // offset of the mask's row, where there is a mask
-    // Of the general instance: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of the
+    // Where there may be a mask: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of the
     // tile; -1 after the last one.
     int block[kStages];
     uint64_t query_full[kQueries];   // TMA arrives with the bytes of the query; the consumers wait
