@@ -79,8 +79,6 @@ class RowsConsumer {
   static constexpr int kPartSteps = Tile::kValueSteps % 2 == 1 ? 1 : 2,
                        kParts = Tile::kValueSteps / kPartSteps;  // of O, by instruction
   static constexpr int kTurnThreads = 256;
-  // Whether the next block is looked for before the weights of this one are packed: where registers hold its bias next to both.
-  static constexpr bool kAhead = kKind == kBias && Tile::kTurns;
 
   __device__ __forceinline__ void take_turn() const { barrier_sync(kBarrierTurn + consumer_, kTurnThreads); }
   __device__ __forceinline__ void pass_turn() const {
@@ -215,13 +213,12 @@ class RowsConsumer {
     release(shared_.key_empty, key_place_);
     const int block = block_;
     softmax<kMasked>(block);
-    if constexpr (kAhead) find_block();
+    find_block();
     wgmma_wait<0>();
     pin_out();
     release(shared_.value_empty, value_place_);
     if constexpr (Tile::kTurns) rescale();
     pack_weights(block);
-    if constexpr (!kAhead) find_block();
   }
 
   // scores_ -> weights, with the rows' reference and the factor that takes out_ to it. Without a mask, scores and references stay
@@ -340,10 +337,10 @@ class RowsConsumer {
   const RowsWork<Tile>* work_;  // of this tile
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
-  uint32_t query_;  // the place of this tile's
-  int row_, col_;   // of this thread's first element in the tile's scores; the other row is 8 below
-  int block_;       // of keys, next in the ring
-  bool unmasked_;   // whether its scores are as they come
+  uint32_t query_;               // the place of this tile's
+  int row_, col_;                // of this thread's first element in the tile's scores; the other row is 8 below
+  int block_;                    // of keys, next in the ring
+  bool unmasked_;                // whether its scores are as they come
   BiasChunks<kScores> bias_[2];  // its bias, on its way or there
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];

@@ -11,6 +11,13 @@
 
 namespace attention_ext {
 
+// How many entries of the leading batch dim read the same matrices of the mask, where it has several.
+inline int64_t sharers_of_mask(const ForwardParams& params) {
+  bool several = false;
+  for (int dim = 1; dim < params.batch.count; ++dim) several = several || params.mask.batch_stride[dim] != 0;
+  return several && params.mask.batch_stride[0] == 0 ? params.batch.size[0] : 1;
+}
+
 template <class Tile, RowsKind kKind>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
@@ -27,13 +34,17 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   if (status != cudaSuccess) return status;
 
   const int64_t heads = params.N / group;
-  // Causal tiles come longest first, of as many heads together as L2 keeps the keys and values of; but a section lasts for some
-  // rounds over the SMs, as their loads only even out within one.
+  // Heads that are worked on together, no more than L2 keeps the keys and values of: of causal tiles the longest come first, but a
+  // section lasts for some rounds over the SMs, as their loads only even out within one; and where leading batch dims share a mask
+  // that heads do not share, L2 serves all but one reading of it.
   constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
   const int64_t head_bytes = params.S * (params.E + params.Ev) * static_cast<int64_t>(sizeof(typename Tile::T));
-  const int64_t section = std::max(kSectionBytes / head_bytes, ceil_div(kSectionRounds * sms * heads, grid.tiles));
+  const int64_t fitting = std::max<int64_t>(kSectionBytes / head_bytes, 1);
+  const int64_t sharers = kKind == kPlain || Tile::kSplits ? 1 : sharers_of_mask(params);
+  const int64_t section = params.sequence.causal ? std::max(fitting, ceil_div(kSectionRounds * sms * heads, grid.tiles))
+                                                 : std::min(fitting, sharers);
   RowsOrder order = {
-      static_cast<uint32_t>(grid.tiles), params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1, {}};
+      static_cast<uint32_t>(grid.tiles), static_cast<int>(std::min(section, heads)), static_cast<uint32_t>(sharers), {}};
 
   RowsMarks marks = {};
   if constexpr (kKind != kPlain) {
@@ -62,7 +73,8 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
 
 // Whether a bias is all there is, and all of it can be read in whole chunks of 16 bytes.
 inline bool only_bias(const ForwardParams& params) {
-  return params.mask_type == MaskType::kSameAsQuery && params.mask.vector && params.S % 8 == 0 && params.dropout.seed == nullptr;
+  return params.mask_type == MaskType::kSameAsQuery && params.mask.vector && params.S % 8 == 0 &&
+         params.dropout.seed == nullptr;
 }
 
 template <int kClass>

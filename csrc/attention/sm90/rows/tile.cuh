@@ -23,7 +23,8 @@ enum RowsKind {
 struct RowsOrder {
   uint32_t tiles;
   int heads_of_section;  // of key; 1: the tiles of a head are adjacent
-  KeyPieces pieces;      // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
+  uint32_t sharers;  // key heads in a row that read the same mask, one of each leading batch index; 1: in the heads' own order
+  KeyPieces pieces;  // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
 };
 
 // One tile of work. It stays in shared memory, as registers are scarce.
@@ -46,6 +47,8 @@ struct RowsWork {
     const uint32_t heads = min(order.tiles / m_tiles - section * order.heads_of_section, order.heads_of_section);
     place -= section * of_section;
     n_group = section * order.heads_of_section + place % heads;
+    if (order.sharers > 1)
+      n_group = n_group % order.sharers * (order.tiles / m_tiles / order.sharers) + n_group / order.sharers;
     first_row = (m_tiles - 1 - place / heads) * tile_rows;
     if constexpr (Tile::kSplits) {
       const uint32_t of_launch = n_group / order.pieces.count;
