@@ -124,6 +124,13 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair, const __nv_bfloat16
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
+// x[i], x[i + 1] += pair. Not a multiply-add with the scale, which would differ from a mask that is read by elements.
+template <int kCount>
+__device__ __forceinline__ void add_bias(float (&x)[kCount], int i, float2 pair) {
+  x[i] = __fadd_rn(x[i], pair.x);
+  x[i + 1] = __fadd_rn(x[i + 1], pair.y);
+}
+
 // What a lane reads of a row of a half type: of a fragment of kCount / 4 chunks of 8 keys every fourth one.
 template <int kCount>
 struct BiasChunks {
@@ -140,7 +147,7 @@ struct BiasChunks {
     }
   }
 
-  // Adds them to a row of the fragment. Not as a multiply-add with the scale: that would differ from a mask read by elements.
+  // Adds them to a row of the fragment.
   template <class T>
   __device__ __forceinline__ void add_to(float (&x)[kCount], int half, const T* type) const {
     const int lane = threadIdx.x % 4;
@@ -162,9 +169,7 @@ struct BiasChunks {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         if (4 * i + w >= kChunks) continue;
-        const float2 pair = unpack_pair(word[w], type);
-        x[(4 * i + w) * 4 + 2 * half] = __fadd_rn(x[(4 * i + w) * 4 + 2 * half], pair.x);
-        x[(4 * i + w) * 4 + 2 * half + 1] = __fadd_rn(x[(4 * i + w) * 4 + 2 * half + 1], pair.y);
+        add_bias(x, (4 * i + w) * 4 + 2 * half, unpack_pair(word[w], type));
       }
     }
   }

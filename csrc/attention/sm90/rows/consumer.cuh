@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/sm90/rows/bias.cuh"
 #include "attention/sm90/rows/tile.cuh"
 #include "attention/softmax/online_softmax.cuh"
 #include "attention/visibility/score_modifier.cuh"
@@ -136,14 +137,14 @@ class RowsConsumer {
     }
   }
 
+  __device__ __forceinline__ uint32_t own_strip() const {
+    return shared_address(shared_.strip[Tile::kOwnStrips ? threadIdx.x / 32 : 0]);
+  }
   __device__ __forceinline__ void read_bias() {
-    const int first = max(block_, 0) * Tile::kN;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const T* g_row = static_cast<const T*>(p_.mask.data) + shared_.mask_row[row_ + 8 * half];
-      bias_[half].load(g_row + first, static_cast<int>(p_.S) - first);
-    }
-    keep_order();  // the reads are not to be put off
+    if (Tile::kBiasStrips && block_ < 0) return;  // results leave through the strips next
+    const int first = max(block_, 0) * Tile::kN, warp_row = row_ - threadIdx.x % 32 / 4;
+    const auto offset = [&](int row) { return shared_.mask_row[warp_row + row]; };
+    bias_.read(own_strip(), static_cast<const T*>(p_.mask.data) + first, offset, static_cast<int>(p_.S) - first);
   }
 
   // scores_ = Q K^T of the keys next in the ring, begun.
@@ -230,8 +231,7 @@ class RowsConsumer {
     if constexpr (kKind == kBias) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) scores_[i] = __fmul_rn(scores_[i], scale);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) bias_[half].add_to(scores_, half, static_cast<const T*>(nullptr));
+      bias_.add_to(scores_, own_strip());
     } else if constexpr (kKind == kGeneral) {
       const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
       const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };
@@ -337,11 +337,11 @@ class RowsConsumer {
   const RowsWork<Tile>* work_;  // of this tile
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
-  uint32_t query_;               // the place of this tile's
-  int row_, col_;                // of this thread's first element in the tile's scores; the other row is 8 below
-  int block_;                    // of keys, next in the ring
-  bool unmasked_;                // whether its scores are as they come
-  BiasChunks<kScores> bias_[2];  // its bias, on its way or there
+  uint32_t query_;       // the place of this tile's
+  int row_, col_;        // of this thread's first element in the tile's scores; the other row is 8 below
+  int block_;            // of keys, next in the ring
+  bool unmasked_;        // whether its scores are as they come
+  RowsBias<Tile> bias_;  // its bias, on its way or there
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];
   RowReference rows_[2];

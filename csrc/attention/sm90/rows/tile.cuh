@@ -146,6 +146,11 @@ struct RowsTile {
   static constexpr bool kOwnStrips = kShape.own_strips && !kSplits;
   static constexpr bool kQueryStrips = !kShape.own_strips && !kSplits;  // results leave through the query's place
 
+  static constexpr int kStripBytes = 16 * kStep * static_cast<int>(sizeof(T));
+  // Whether a warp has as many strips as its rows of a block take: with wider heads there is no room for that.
+  static constexpr bool kBiasStrips = kOwnStrips && kConsumers == 2 && kQuerySteps <= 2;
+  static constexpr int kStrips = !kOwnStrips ? 0 : kBiasStrips ? kN / kStep : 1;
+
   static constexpr int kWorks = kQueries + 2;
 
   // Tiles lie on 1024-byte boundaries, where the swizzle's pattern begins.
@@ -153,8 +158,8 @@ struct RowsTile {
     alignas(1024) T query[kQueries][kQuerySteps][kM * kStep];
     alignas(1024) T key[kStages][kQuerySteps][kN * kStep];
     alignas(1024) T value[kStages][kValueSteps][kN * kStep];
-    alignas(1024)
-        T strip[kOwnStrips ? kConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 1];  // of each warp, for results on their way out
+    // Of each warp: the first one for results on their way out, all of them for a bias on its way in.
+    alignas(1024) T strip[kOwnStrips ? kConsumers * 4 : 1][kOwnStrips ? kStrips * 16 * kStep : 1];
     // Of the producer of keys and values; of the consumers, which the query's producer writes: while it writes the one after next
     // they may still be in the one before.
     RowsWork<RowsTile> producer_work, work[kWorks];
