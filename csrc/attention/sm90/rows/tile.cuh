@@ -23,7 +23,7 @@ enum RowsKind {
 struct RowsOrder {
   uint32_t tiles;
   int heads_of_section;  // of key; 1: the tiles of a head are adjacent
-  uint32_t sharers;  // key heads in a row that read the same mask, one of each leading batch index; 1: in the heads' own order
+  uint32_t sharers;  // heads in a row that read the same mask, one of each entry of the first batch dim; 1: in their own order
   KeyPieces pieces;  // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
 };
 
@@ -43,12 +43,12 @@ struct RowsWork {
     group = p.key.group;
     const int tile_rows = rows_of_tile(Tile::kM, group);
     const uint32_t m_tiles = (static_cast<uint32_t>(p.L) * group + tile_rows - 1) / tile_rows;
-    const uint32_t of_section = m_tiles * order.heads_of_section, section = place / of_section;
-    const uint32_t heads = min(order.tiles / m_tiles - section * order.heads_of_section, order.heads_of_section);
+    const uint32_t all_heads = order.tiles / m_tiles, of_section = m_tiles * order.heads_of_section,
+                   section = place / of_section;
+    const uint32_t heads = min(all_heads - section * order.heads_of_section, order.heads_of_section);
     place -= section * of_section;
     n_group = section * order.heads_of_section + place % heads;
-    if (order.sharers > 1)
-      n_group = n_group % order.sharers * (order.tiles / m_tiles / order.sharers) + n_group / order.sharers;
+    if (order.sharers > 1) n_group = n_group % order.sharers * (all_heads / order.sharers) + n_group / order.sharers;
     first_row = (m_tiles - 1 - place / heads) * tile_rows;
     if constexpr (Tile::kSplits) {
       const uint32_t of_launch = n_group / order.pieces.count;
