@@ -165,8 +165,8 @@ struct RowsTile {
     RowsWork<RowsTile> producer_work, work[kWorks];
     TensorPosition key_box, value_box;
     int64_t mask_row[kM];  // offset of the mask's row, where there is a mask
-    // Where there may be a mask: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of the
-    // tile; -1 after the last one.
+    // Where there may be a mask: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of
+    // the tile; -1 after the last one.
     int block[kStages];
     uint64_t query_full[kQueries];   // TMA arrives with the bytes of the query; the consumers wait
     uint64_t query_empty[kQueries];  // the consumers' warps arrive; the query's producer waits
