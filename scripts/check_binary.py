@@ -88,8 +88,9 @@ def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[s
     wanted += [(product, SPLIT) for product in SPLIT_PRODUCTS]
     for kernel in FUSED:
         names = [name for _, name, _ in functions if kernel in name]
-        # The class of head dims; of the row kernels the rows, of the others whether keys are split; whether there is a mask.
-        instances = sorted({found for name in names for found in re.findall(r"(?:L[ib]\d+E)+EELb[01]E", name)})
+        # The class of head dims; of the row kernels the rows and what becomes of scores, of the others whether keys are split and
+        # whether there is a mask.
+        instances = sorted({found for name in names for found in re.findall(r"(?:L[ib]\d+E)+EEL(?:b|NS_8RowsKindE)\dE", name)})
         if not instances:
             findings.append(f"{kernel} is missing")
         wanted += [(kernel, dtype + instance) for dtype in HALF for instance in instances]

@@ -9,9 +9,10 @@ import error_rule
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from helpers import HALVES, check_lse
 from kernels import needs_the_card
-from row_cases import KERNEL, MASKS, NAN, WIDEST, check, draw, forward, hidden, hold, padding, some
+from row_cases import KERNEL, MASKS, NAN, NEG_INF, WIDEST, check, draw, forward, hidden, hold, normal, padding, some
 from torch import Tensor
 
 pytestmark = pytest.mark.gpu
@@ -53,13 +54,40 @@ def test_masks(dims: tuple[int, int], kind: str, heads: tuple[int, int], poison_
         check(f"{L} x {S}", inputs)
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "grouped, causal"])
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2)], ids=str)
+@pytest.mark.parametrize("S", [8, 128, 1000])
+@pytest.mark.parametrize("dims", WIDEST, ids=str)
+def test_bias_in_any_layout(dims: tuple[int, int], S: int, heads: tuple[int, int], poison_all: None) -> None:
+    """Rows on 16-byte boundaries are read a block ahead, others by elements, from the same numbers to the same bits."""
+    L, (H, _) = 300, heads
+    for dtype in HALVES:
+        lengths = torch.tensor((S, S - 3), dtype=torch.int32, device="cuda")
+        q, k, v = draw(2, heads, L, S, dims, dtype)
+        bias = hidden(normal(2, H, L, S, dtype=dtype), L, S)
+        bias[:, :, 65] = NEG_INF
+        bias[1, ..., S - 3 :] = NAN  # after the batch row's last key
+        layouts = {
+            "off 16 bytes": F.pad(bias, (1, 0))[..., 1:],
+            "by columns": bias.mT.contiguous().mT,
+            "wider rows": F.pad(bias, (0, 5))[..., :S],
+            "float32": bias.float(),
+        }
+        first = forward(q, k, v, bias, key_lengths=lengths)
+        assert bool((first[0][:, :, 65] == 0).all()) and bool(first[0].isfinite().all())
+        for name, layout in layouts.items():
+            other = forward(q, k, v, layout, key_lengths=lengths)
+            assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), name
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "bias", "grouped, causal"])
 @pytest.mark.parametrize("L", [256, 380])  # at head dim 64 rows of 128 and of 192
 @pytest.mark.parametrize("dims", WIDEST, ids=str)
 def test_many_tiles(dims: tuple[int, int], L: int, kind: str, poison_all: None) -> None:
     """280 tiles and more, two or three for each of 132 SMs: bits of each head are those of few heads together, a CTA a tile."""
     causal, S = "causal" in kind, 600
     mask = hidden(some(L, S), L, S) if kind == "mask" else None
+    if kind == "bias":  # of each head: batch rows that share one are worked on together
+        mask = hidden(normal(5, L, S, dtype=torch.bfloat16), L, S)
     q, k, v = draw(28, (5, 5) if kind != "grouped, causal" else (6, 2), L, S, dims, torch.bfloat16)
     together = forward(q, k, v, mask, causal)
     for first in range(0, 28, 4):
@@ -120,15 +148,17 @@ def test_dropout(dims: tuple[int, int], heads: tuple[int, int], causal: bool) ->
     error_rule.settle(trial)
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "dropout"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "bias", "dropout"])
 @pytest.mark.parametrize("dims", WIDEST, ids=str)
 def test_bits_are_the_same_again(dims: tuple[int, int], kind: str) -> None:
     L, S = 380, 600
     q, k, v = draw(14, (10, 10), L, S, dims, torch.bfloat16)
     mask = hidden(some(L, S), L, S) if kind == "mask" else None
+    if kind == "bias":
+        mask = hidden(normal(10, L, S, dtype=torch.bfloat16), L, S)
     dropout = {"seed": torch.tensor([5], device="cuda"), "p": 0.3} if kind == "dropout" else {}
     first = forward(q, k, v, mask, kind == "causal", **dropout)
-    assert all(bool(t.isfinite().all()) for t in first) or kind == "mask"
+    assert all(bool(t.isfinite().all()) for t in first) or mask is not None
     for _ in range(20):
         again = forward(q, k, v, mask, kind == "causal", **dropout)
         assert all(torch.equal(one, other) for one, other in zip(first, again, strict=True))

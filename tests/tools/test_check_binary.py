@@ -19,7 +19,7 @@ def script() -> ModuleType:
 def names() -> list[str]:
     widths = ("Li384ELb0EEELb0E", "Li384ELb0EEELb1E", "Li384ELb1EEELb0E", "Li512ELb1EEELb1E")
     fused = [f"_Z20fused_forward_kernelIN9FusedTileI{t}{width}Evj" for t in HALF for width in widths]
-    tiles = ("Li64ELi128EEELb0E", "Li64ELi128EEELb1E", "Li64ELi192EEELb0E", "Li256ELi128EEELb1E")
+    tiles = [f"{tile}NS_8RowsKindE{kind}E" for tile, kind in (("Li64ELi128EEEL", 0), ("Li64ELi192EEEL", 0), ("Li256ELi128EEEL", 1))]
     fused += [f"_Z19rows_forward_kernelIN8RowsTileI{t}{tile}Evj" for t in HALF for tile in tiles]
     products = (
         "WgmmaScoresWork",

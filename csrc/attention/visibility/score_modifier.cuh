@@ -124,19 +124,34 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair, const __nv_bfloat16
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-template <class T, int kCount>
-__device__ __forceinline__ void mask_rows(float (&x)[kCount], const T* const (&g_row)[2]) {
-  constexpr int kChunks = kCount / 4, kLoads = (kChunks + 3) / 4;  // of 8 keys
-  const int lane = threadIdx.x % 4;
-  const bool odd = lane % 2 != 0, upper = lane >= 2;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    uint4 pairs[kLoads];
+// x[i], x[i + 1] += pair. Not a multiply-add with the scale, which would differ from a mask that is read by elements.
+template <int kCount>
+__device__ __forceinline__ void add_bias(float (&x)[kCount], int i, float2 pair) {
+  x[i] = __fadd_rn(x[i], pair.x);
+  x[i + 1] = __fadd_rn(x[i + 1], pair.y);
+}
+
+// What a lane reads of a row of a half type: of a fragment of kCount / 4 chunks of 8 keys every fourth one.
+template <int kCount>
+struct BiasChunks {
+  static constexpr int kChunks = kCount / 4, kLoads = (kChunks + 3) / 4;
+  uint4 pairs[kLoads];
+
+  // keys: that the row has from the fragment's first one on. Lanes that have no chunk read the last whole one.
+  template <class T>
+  __device__ __forceinline__ void load(const T* g_row, int keys = 8 * kChunks) {
+    const int last = min(keys, 8 * kChunks) / 8 * 8 - 8;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int chunk = lane + 4 * i < kChunks ? lane + 4 * i : lane;
-      pairs[i] = *reinterpret_cast<const uint4*>(g_row[half] + 8 * chunk);
+      pairs[i] = *reinterpret_cast<const uint4*>(g_row + min(static_cast<int>(threadIdx.x % 4 + 4 * i) * 8, last));
     }
+  }
+
+  // Adds them to a row of the fragment.
+  template <class T>
+  __device__ __forceinline__ void add_to(float (&x)[kCount], int half, const T* type) const {
+    const int lane = threadIdx.x % 4;
+    const bool odd = lane % 2 != 0, upper = lane >= 2;
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       // A transposition among the four lanes: lane l has the four pairs of chunk l, and gets pair l of all four chunks.
@@ -154,11 +169,19 @@ __device__ __forceinline__ void mask_rows(float (&x)[kCount], const T* const (&g
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         if (4 * i + w >= kChunks) continue;
-        const float2 pair = unpack_pair(word[w], g_row[half]);
-        x[(4 * i + w) * 4 + 2 * half] += pair.x;
-        x[(4 * i + w) * 4 + 2 * half + 1] += pair.y;
+        add_bias(x, (4 * i + w) * 4 + 2 * half, unpack_pair(word[w], type));
       }
     }
+  }
+};
+
+template <class T, int kCount>
+__device__ __forceinline__ void mask_rows(float (&x)[kCount], const T* const (&g_row)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    BiasChunks<kCount> bias;
+    bias.load(g_row[half]);
+    bias.add_to(x, half, g_row[half]);
   }
 }
 

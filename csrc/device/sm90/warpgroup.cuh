@@ -68,4 +68,12 @@ __device__ __forceinline__ void store_matrices(uint32_t s_row, uint32_t m0, uint
                : "memory");
 }
 
+// The way back.
+__device__ __forceinline__ void load_matrices(uint32_t s_row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(s_row)
+               : "memory");
+}
+
 }  // namespace attention_ext

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/sm90/rows/bias.cuh"
 #include "attention/sm90/rows/tile.cuh"
 #include "attention/softmax/online_softmax.cuh"
 #include "attention/visibility/score_modifier.cuh"
@@ -14,8 +15,8 @@
 
 namespace attention_ext {
 
-// One consumer warpgroup. kGeneral: there is a mask, dropout or a length of keys, or a scale that is not positive.
-template <class Tile, bool kGeneral>
+// One consumer warpgroup.
+template <class Tile, RowsKind kKind>
 class RowsConsumer {
  public:
   using T = typename Tile::T;
@@ -35,21 +36,21 @@ class RowsConsumer {
       mbarrier_wait(shared_address(&shared_.query_full[query_]), places.template parity<Tile::kQueries>());
       work_ = &shared_.work[places.round() % Tile::kWorks];
       begin_tile();
-      int block = kGeneral ? next_block() : work_->end - 1;
-      const bool any = !kGeneral || block >= 0;
+      block_ = work_->end;
+      find_block();
+      const bool any = kKind == kPlain || block_ >= 0;
       if (any) {
-        begin_scores(block);
-        if constexpr (kGeneral) {
+        begin_scores();
+        // From the last block on; the first ones may have keys that not every row sees.
+        const int open = end_of_row(0), first = kKind == kPlain ? work_->first_block() : 0;
+        if constexpr (kKind == kGeneral) {
 #pragma unroll 1
-          while ((block = next_block()) >= 0) step<true>(block);
+          while (block_ >= first) step<true>();
         } else {
-          // From the last block on; the first ones may have keys that not every row sees.
-          const int open = end_of_row(0), first = work_->first_block();
-          --block;
 #pragma unroll 1
-          for (; block >= first && (block + 1) * Tile::kN > open; --block) step<true>(block);
+          while (block_ >= first && (block_ + 1) * Tile::kN > open) step<true>();
 #pragma unroll 1
-          for (; block >= first; --block) step<false>(block);
+          while (block_ >= first) step<false>();
         }
       }
       if constexpr (!Tile::kQueryStrips) release_query();
@@ -111,23 +112,39 @@ class RowsConsumer {
     for (int half = 0; half < 2; ++half) {
       rows_[half] = no_reference();
       sum_[half] = 0.0f;
-      if constexpr (kGeneral) {
+      if constexpr (kKind != kPlain) {
         // All four lanes of a row: a condition would take a register for the tile.
         shared_.mask_row[row_ + 8 * half] = work_->offset_of_row(p_.batch, p_.mask, work_->mask, row_ + 8 * half);
       }
     }
-    if constexpr (kGeneral) __syncwarp();  // the warp's rows of the mask are written
+    if constexpr (kKind != kPlain) __syncwarp();  // the warp's rows of the mask are written
   }
 
-  // The block that the next stage of keys holds, or -1 after the tile's last one.
-  __device__ __forceinline__ int next_block() {
-    wait(shared_.key_full, key_place_);
-    int block = 0;
-    if (threadIdx.x % 32 == 0) block = shared_.block[key_place_.slot];  // the lane that releases the stage
-    block = __shfl_sync(0xffffffffu, block, 0);
-    if (block < 0) release(shared_.key_empty, key_place_);
-    unmasked_ = block & 1;
-    return block >> 1;
+  // block_ -> the block that the next stage of keys holds; -1 after the tile's last one, but plain. Its bias sets out at once, to
+  // come while the values of the block before it and its scores are multiplied.
+  __device__ __forceinline__ void find_block() {
+    if constexpr (kKind == kPlain) {
+      --block_;
+    } else {
+      wait(shared_.key_full, key_place_);
+      int block = 0;
+      if (threadIdx.x % 32 == 0) block = shared_.block[key_place_.slot];  // the lane that releases the stage
+      block = __shfl_sync(0xffffffffu, block, 0);
+      if (block < 0) release(shared_.key_empty, key_place_);
+      unmasked_ = block & 1;
+      block_ = block >> 1;
+      if constexpr (kKind == kBias) read_bias();
+    }
+  }
+
+  __device__ __forceinline__ uint32_t own_strip() const {
+    return shared_address(shared_.strip[Tile::kOwnStrips ? threadIdx.x / 32 : 0]);
+  }
+  __device__ __forceinline__ void read_bias() {
+    if (Tile::kBiasStrips && block_ < 0) return;  // results leave through the strips next
+    const int first = max(block_, 0) * Tile::kN, warp_row = row_ - threadIdx.x % 32 / 4;
+    const auto offset = [&](int row) { return shared_.mask_row[warp_row + row]; };
+    bias_.read(own_strip(), static_cast<const T*>(p_.mask.data) + first, offset, static_cast<int>(p_.S) - first);
   }
 
   // scores_ = Q K^T of the keys next in the ring, begun.
@@ -160,16 +177,18 @@ class RowsConsumer {
   }
 
   // Scores and weights of the tile's first block; there are no weights before it.
-  __device__ __forceinline__ void begin_scores(int block) {
-    if constexpr (!kGeneral) wait(shared_.key_full, key_place_);
+  __device__ __forceinline__ void begin_scores() {
+    if constexpr (kKind == kPlain) wait(shared_.key_full, key_place_);
     wgmma_fence();
     multiply_keys();
     wgmma_wait<0>();
     pin_registers(scores_);
     release(shared_.key_empty, key_place_);
+    const int block = block_;
     softmax<true>(block);
+    find_block();
     pack_weights(block);
-    if constexpr (kGeneral) {
+    if constexpr (kKind != kPlain) {
       // Values from the batch row's last key on are not to be read, whatever memory holds there: a weight of 0 would not hide NaN.
       const int seen = work_->keys - block * Tile::kN;
       if (p_.sequence.key_lengths != nullptr && seen < Tile::kN) {
@@ -182,8 +201,8 @@ class RowsConsumer {
 
   // The scores of a block, while the values of the block before it are multiplied.
   template <bool kMasked>
-  __device__ __forceinline__ void step(int block) {
-    if constexpr (!kGeneral) wait(shared_.key_full, key_place_);
+  __device__ __forceinline__ void step() {
+    if constexpr (kKind == kPlain) wait(shared_.key_full, key_place_);
     if constexpr (Tile::kTurns) take_turn();
     wgmma_fence();
     multiply_keys();
@@ -193,7 +212,9 @@ class RowsConsumer {
     wgmma_wait<1>();
     pin_registers(scores_);
     release(shared_.key_empty, key_place_);
+    const int block = block_;
     softmax<kMasked>(block);
+    find_block();
     wgmma_wait<0>();
     pin_out();
     release(shared_.value_empty, value_place_);
@@ -206,8 +227,12 @@ class RowsConsumer {
   template <bool kMasked>
   __device__ __forceinline__ void softmax(int block) {
     const int first_key = block * Tile::kN + col_;
-    const float scale = static_cast<float>(p_.scale), unit = kGeneral ? kLog2E : scale * kLog2E;
-    if constexpr (kGeneral) {
+    const float scale = static_cast<float>(p_.scale), unit = kKind == kPlain ? scale * kLog2E : kLog2E;
+    if constexpr (kKind == kBias) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) scores_[i] = __fmul_rn(scores_[i], scale);
+      bias_.add_to(scores_, own_strip());
+    } else if constexpr (kKind == kGeneral) {
       const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
       const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };
       scale_and_mask<T>(scores_, scale, p_.mask, type, mask_row, first_key, work_->keys);
@@ -235,7 +260,7 @@ class RowsConsumer {
 
   // A result of wgmma and an operand of it in registers lie alike.
   __device__ __forceinline__ void pack_weights(int block) {
-    if constexpr (kGeneral) {
+    if constexpr (kKind == kGeneral) {
       if (p_.dropout.seed != nullptr) drop_weights(block);
     }
 #pragma unroll
@@ -272,7 +297,7 @@ class RowsConsumer {
 
   // The rows' sums, log-sum-exp and output, once out_ is complete.
   __device__ __forceinline__ void finish() {
-    const float scale = kGeneral ? 1.0f : static_cast<float>(p_.scale);
+    const float scale = kKind == kPlain ? static_cast<float>(p_.scale) : 1.0f;
     float row_factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -312,9 +337,11 @@ class RowsConsumer {
   const RowsWork<Tile>* work_;  // of this tile
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
-  uint32_t query_;  // the place of this tile's
-  int row_, col_;   // of this thread's first element in the tile's scores; the other row is 8 below
-  bool unmasked_;   // whether the block's scores are as they come
+  uint32_t query_;       // the place of this tile's
+  int row_, col_;        // of this thread's first element in the tile's scores; the other row is 8 below
+  int block_;            // of keys, next in the ring
+  bool unmasked_;        // whether its scores are as they come
+  RowsBias<Tile> bias_;  // its bias, on its way or there
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];
   RowReference rows_[2];

@@ -23,7 +23,7 @@
 
 namespace attention_ext {
 
-template <class Tile, bool kGeneral>
+template <class Tile, RowsKind kKind>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMaps maps,
                         const __grid_constant__ RowsMarks marks, RowsOrder order) {
@@ -51,17 +51,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
-    if constexpr (Tile::kConsumers > 1) give_registers<Tile::producer_registers(kGeneral)>();
+    if constexpr (Tile::kConsumers > 1) give_registers<Tile::producer_registers(kKind)>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (!elect_thread()) return;
     if (warp == 0) {
-      RowsProducer<Tile, kGeneral>(p, maps, marks, shared).run(order);
+      RowsProducer<Tile, kKind>(p, maps, marks, shared).run(order);
     } else if (warp == 1) {
       load_query_rows<Tile>(p, maps, shared, order);
     }
   } else {
-    if constexpr (Tile::kConsumers > 1) take_registers<Tile::consumer_registers(kGeneral)>();
-    RowsConsumer<Tile, kGeneral>(p, shared, warpgroup).run(order);
+    if constexpr (Tile::kConsumers > 1) take_registers<Tile::consumer_registers(kKind)>();
+    RowsConsumer<Tile, kKind>(p, shared, warpgroup).run(order);
   }
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote

@@ -11,7 +11,14 @@
 
 namespace attention_ext {
 
-template <class Tile, bool kGeneral>
+// How many entries of the leading batch dim read the same matrices of the mask, where it has several.
+inline int64_t sharers_of_mask(const ForwardParams& params) {
+  bool several = false;
+  for (int dim = 1; dim < params.batch.count; ++dim) several = several || params.mask.batch_stride[dim] != 0;
+  return several && params.mask.batch_stride[0] == 0 ? params.batch.size[0] : 1;
+}
+
+template <class Tile, RowsKind kKind>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
   RowsMaps maps;
@@ -27,16 +34,20 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   if (status != cudaSuccess) return status;
 
   const int64_t heads = params.N / group;
-  // Causal tiles come longest first, of as many heads together as L2 keeps the keys and values of; but a section lasts for some
-  // rounds over the SMs, as their loads only even out within one.
+  // Heads that are worked on together, no more than L2 keeps the keys and values of: of causal tiles the longest come first, but a
+  // section lasts for some rounds over the SMs, as their loads only even out within one; and where leading batch dims share a mask
+  // that heads do not share, L2 serves all but one reading of it.
   constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
   const int64_t head_bytes = params.S * (params.E + params.Ev) * static_cast<int64_t>(sizeof(typename Tile::T));
-  const int64_t section = std::max(kSectionBytes / head_bytes, ceil_div(kSectionRounds * sms * heads, grid.tiles));
+  const int64_t fitting = std::max<int64_t>(kSectionBytes / head_bytes, 1);
+  const int64_t sharers = kKind == kPlain || Tile::kSplits ? 1 : sharers_of_mask(params);
+  const int64_t section = params.sequence.causal ? std::max(fitting, ceil_div(kSectionRounds * sms * heads, grid.tiles))
+                                                 : std::min(fitting, sharers);
   RowsOrder order = {
-      static_cast<uint32_t>(grid.tiles), params.sequence.causal ? static_cast<int>(std::min(section, heads)) : 1, {}};
+      static_cast<uint32_t>(grid.tiles), static_cast<int>(std::min(section, heads)), static_cast<uint32_t>(sharers), {}};
 
   RowsMarks marks = {};
-  if constexpr (kGeneral) {
+  if constexpr (kKind != kPlain) {
     if (plan.mark_bytes > 0) {  // the plan may give none (plan/forward.cpp)
       status = launch_marks<typename Tile::T, Tile::kN>(params, static_cast<uint8_t*>(params.workspace) + plan.pieces.bytes(),
                                                         marks, stream);
@@ -48,16 +59,22 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
     order.tiles = static_cast<uint32_t>(tiles);
     LaunchShape shape = {std::min(tiles, sms), Tile::kThreads, sizeof(typename Tile::Shared)};
     shape.early = tiles <= sms;  // of more than one wave later CTAs start late anyhow
-    return launch_kernel(rows_forward_kernel<Tile, kGeneral>, shape, stream, params, maps, marks, order);
+    return launch_kernel(rows_forward_kernel<Tile, kKind>, shape, stream, params, maps, marks, order);
   };
   if constexpr (!Tile::kSplits) return launch(grid.tiles);
 
   order.heads_of_section = 1;
-  const float unit = kGeneral ? 1.0f : static_cast<float>(params.scale);
+  const float unit = kKind == kPlain ? static_cast<float>(params.scale) : 1.0f;
   return launch_in_pieces(params, plan.pieces, unit, stream, [&](const KeyPieces& pieces, int64_t groups) {
     order.pieces = pieces;
     return launch(grid.tiles / heads * groups);
   });
+}
+
+// Whether a bias is all there is, and all of it can be read in whole chunks of 16 bytes.
+inline bool only_bias(const ForwardParams& params) {
+  return params.mask_type == MaskType::kSameAsQuery && params.mask.vector && params.S % 8 == 0 &&
+         params.dropout.seed == nullptr;
 }
 
 template <int kClass>
@@ -78,12 +95,15 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
     using T = decltype(element);
     const auto launch = [&](auto tile) {
       using Tile = decltype(tile);
-      return general ? launch_rows<Tile, true>(params, plan, grid, sms, stream)
-                     : launch_rows<Tile, false>(params, plan, grid, sms, stream);
+      if (!general) return launch_rows<Tile, kPlain>(params, plan, grid, sms, stream);
+      if constexpr (!Tile::kSplits) {
+        if (only_bias(params)) return launch_rows<Tile, kBias>(params, plan, grid, sms, stream);
+      }
+      return launch_rows<Tile, kGeneral>(params, plan, grid, sms, stream);
     };
     if (plan.pieces.split.pieces > 1) return launch(RowsTile<T, kClass, kSplitRows>());
     if constexpr (kClass == 64) {
-      if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, false>(params, plan, grid, sms, stream);
+      if (grid.rows == 192) return launch_rows<RowsTile<T, kClass, 192>, kPlain>(params, plan, grid, sms, stream);
     }
     return launch(RowsTile<T, kClass, 128>());
   });

@@ -17,7 +17,7 @@ struct RowsMaps {
 };
 
 // Loads keys and values. One thread.
-template <class Tile, bool kGeneral>
+template <class Tile, RowsKind kKind>
 class RowsProducer {
  public:
   __device__ __forceinline__ RowsProducer(const ForwardParams& p, const RowsMaps& maps, const RowsMarks& marks,
@@ -31,14 +31,14 @@ class RowsProducer {
       work_.init(p_, order, places.place());
       set_batch(shared_.key_box, p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value_box, p_.batch, p_.value, work_.n_group * work_.group);
-      if constexpr (kGeneral) {
+      if constexpr (kKind != kPlain) {
         if (marks_.data != nullptr) marked_ = cells_of(marks_, p_.batch, work_.n_group * work_.group);
       }
       int before = -1;
 #pragma unroll 1
       for (int block = work_.end - 1; block >= work_.first_block(); --block) {
         int shows = p_.mask_type == MaskType::kNone ? kAllShown : kSomeShown;
-        if constexpr (kGeneral) {
+        if constexpr (kKind != kPlain) {
           if (marks_.data != nullptr) shows = shown(block);
           if (shows == kNothingShown) continue;
         }
@@ -47,7 +47,7 @@ class RowsProducer {
         before = block;
       }
       if (before >= 0) load_values(before);
-      if constexpr (kGeneral) {  // the end of the tile takes a stage of keys
+      if constexpr (kKind != kPlain) {  // the end of the tile takes a stage of keys
         mbarrier_wait(shared_address(&shared_.key_empty[key_place_.slot]), key_place_.parity ^ 1);
         shared_.block[key_place_.slot] = -1;
         mbarrier_arrive(shared_address(&shared_.key_full[key_place_.slot]));
@@ -86,7 +86,7 @@ class RowsProducer {
     TensorPosition box = at;
     box.at[1] = block * Tile::kN;
     mbarrier_wait(shared_address(&empty[place.slot]), place.parity ^ 1);
-    if constexpr (kGeneral) {
+    if constexpr (kKind != kPlain) {
       if (shows >= 0) {  // these are keys
         shared_.block[place.slot] = 2 * block + (shows == kAllShown ? 1 : 0);
       }

@@ -12,11 +12,19 @@
 
 namespace attention_ext {
 
+// What becomes of the products of query and key, an instance of the kernel each.
+enum RowsKind {
+  kPlain,    // scores as they come, under a positive scale
+  kBias,     // a bias of the query's dtype, read 16 bytes at a time and a block ahead
+  kGeneral,  // any mask, dropout, any scale
+};
+
 // In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
 struct RowsOrder {
   uint32_t tiles;
   int heads_of_section;  // of key; 1: the tiles of a head are adjacent
-  KeyPieces pieces;      // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
+  uint32_t sharers;  // heads in a row that read the same mask, one of each entry of the first batch dim; 1: in their own order
+  KeyPieces pieces;  // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
 };
 
 // One tile of work. It stays in shared memory, as registers are scarce.
@@ -35,10 +43,12 @@ struct RowsWork {
     group = p.key.group;
     const int tile_rows = rows_of_tile(Tile::kM, group);
     const uint32_t m_tiles = (static_cast<uint32_t>(p.L) * group + tile_rows - 1) / tile_rows;
-    const uint32_t of_section = m_tiles * order.heads_of_section, section = place / of_section;
-    const uint32_t heads = min(order.tiles / m_tiles - section * order.heads_of_section, order.heads_of_section);
+    const uint32_t all_heads = order.tiles / m_tiles, of_section = m_tiles * order.heads_of_section,
+                   section = place / of_section;
+    const uint32_t heads = min(all_heads - section * order.heads_of_section, order.heads_of_section);
     place -= section * of_section;
     n_group = section * order.heads_of_section + place % heads;
+    if (order.sharers > 1) n_group = n_group % order.sharers * (all_heads / order.sharers) + n_group / order.sharers;
     first_row = (m_tiles - 1 - place / heads) * tile_rows;
     if constexpr (Tile::kSplits) {
       const uint32_t of_launch = n_group / order.pieces.count;
@@ -127,14 +137,19 @@ struct RowsTile {
   static constexpr bool kSplits = kRows == kSplitRows;  // whether a tile has a piece of the keys, and leaves what it has summed
   static constexpr bool kTurns = kShape.turns && kConsumers > 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // A consumer thread's and a producer's; the general instance's producer looks up hidden blocks. One consumer has enough without.
-  static constexpr int consumer_registers(bool general) { return kConsumers == 3 ? 160 : general ? 232 : 240; }
-  static constexpr int producer_registers(bool general) { return kConsumers == 3 ? 32 : general ? 40 : 24; }
-  static_assert(128 * (kConsumers * consumer_registers(true) + producer_registers(true)) <= 65536,
+  // A consumer thread's and a producer's; under a mask the producer looks up hidden blocks. One consumer has enough without.
+  static constexpr int consumer_registers(RowsKind kind) { return kConsumers == 3 ? 160 : kind == kPlain ? 240 : 232; }
+  static constexpr int producer_registers(RowsKind kind) { return kConsumers == 3 ? 32 : kind == kPlain ? 24 : 40; }
+  static_assert(128 * (kConsumers * consumer_registers(kGeneral) + producer_registers(kGeneral)) <= 65536,
                 "an SM has 65,536 registers");
-  static_assert(128 * (kConsumers * consumer_registers(false) + producer_registers(false)) <= 65536, "the same");
+  static_assert(128 * (kConsumers * consumer_registers(kPlain) + producer_registers(kPlain)) <= 65536, "the same");
   static constexpr bool kOwnStrips = kShape.own_strips && !kSplits;
   static constexpr bool kQueryStrips = !kShape.own_strips && !kSplits;  // results leave through the query's place
+
+  static constexpr int kStripBytes = 16 * kStep * static_cast<int>(sizeof(T));
+  // Whether a warp has as many strips as its rows of a block take: with wider heads there is no room for that.
+  static constexpr bool kBiasStrips = kOwnStrips && kConsumers == 2 && kQuerySteps <= 2;
+  static constexpr int kStrips = !kOwnStrips ? 0 : kBiasStrips ? kN / kStep : 1;
 
   static constexpr int kWorks = kQueries + 2;
 
@@ -143,15 +158,15 @@ struct RowsTile {
     alignas(1024) T query[kQueries][kQuerySteps][kM * kStep];
     alignas(1024) T key[kStages][kQuerySteps][kN * kStep];
     alignas(1024) T value[kStages][kValueSteps][kN * kStep];
-    alignas(1024)
-        T strip[kOwnStrips ? kConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 1];  // of each warp, for results on their way out
+    // Of each warp: the first one for results on their way out, all of them for a bias on its way in.
+    alignas(1024) T strip[kOwnStrips ? kConsumers * 4 : 1][kOwnStrips ? kStrips * 16 * kStep : 1];
     // Of the producer of keys and values; of the consumers, which the query's producer writes: while it writes the one after next
     // they may still be in the one before.
     RowsWork<RowsTile> producer_work, work[kWorks];
     TensorPosition key_box, value_box;
     int64_t mask_row[kM];  // offset of the mask's row, where there is a mask
-    // Of the general instance: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of the
-    // tile; -1 after the last one.
+    // Where there may be a mask: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of
+    // the tile; -1 after the last one.
     int block[kStages];
     uint64_t query_full[kQueries];   // TMA arrives with the bytes of the query; the consumers wait
     uint64_t query_empty[kQueries];  // the consumers' warps arrive; the query's producer waits
