@@ -17,10 +17,10 @@ class RowsBias {
   using T = typename Tile::T;
   static constexpr int kScores = Tile::kN / 2;
 
-  // g_mask: the block's first key of the mask; offset(i): to row i of the warp. keys: that the mask has from there on, a multiple
-  // of 8; for keys after these its last chunk is read again.
+  // g_mask: the block's first key of the mask, which is key `first`; offset(i): to row i of the warp. keys: that the mask has from
+  // there on, a multiple of 8; for keys after these its last chunk is read again.
   template <class Offset>
-  __device__ __forceinline__ void read(uint32_t s_strip, const T* g_mask, Offset offset, int keys) {
+  __device__ __forceinline__ void read(uint32_t s_strip, const T* g_mask, Offset offset, int first, int keys) {
     const int lane = threadIdx.x % 32, last = min(keys, Tile::kN) - 8;
     if constexpr (Tile::kBiasStrips) {
 #pragma unroll
@@ -33,6 +33,10 @@ class RowsBias {
         }
       }
       cp_async_commit();
+      // Of the block before it, which comes after, a line a lane into L2: from memory it takes long.
+      constexpr int kLine = kLineBytes / sizeof(T), kLines = Tile::kN / kLine;
+      static_assert(16 * kLines == 32, "a line a lane");
+      if (first > 0) prefetch_line(g_mask + offset(lane / kLines) + lane % kLines * kLine - Tile::kN);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) chunks_[half].load(g_mask + offset(lane / 4 + 8 * half), keys);

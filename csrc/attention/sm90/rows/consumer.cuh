@@ -144,7 +144,7 @@ class RowsConsumer {
     if (Tile::kBiasStrips && block_ < 0) return;  // results leave through the strips next
     const int first = max(block_, 0) * Tile::kN, warp_row = row_ - threadIdx.x % 32 / 4;
     const auto offset = [&](int row) { return shared_.mask_row[warp_row + row]; };
-    bias_.read(own_strip(), static_cast<const T*>(p_.mask.data) + first, offset, static_cast<int>(p_.S) - first);
+    bias_.read(own_strip(), static_cast<const T*>(p_.mask.data) + first, offset, first, static_cast<int>(p_.S) - first);
   }
 
   // scores_ = Q K^T of the keys next in the ring, begun.
