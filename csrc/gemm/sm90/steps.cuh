@@ -25,25 +25,28 @@ class StepLoader {
  public:
   __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {}
 
-  // A step of both operands: the box at `a` or, with kColumnsA, the one 64 elements of m after it as well; of B likewise. Then
-  // steps along k. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64, which
-  // are the batch dim after that one.
+  // Steps of both operands along k, which move `a` and `b`: the box at `a` or, with kColumnsA, the one 64 elements of m after it as
+  // well; of B likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64,
+  // which are the batch dim after that one.
   template <bool kColumnsA, bool kColumnsB, bool kBlocksA = false>
-  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b,
-                                       TensorPosition& b) {
+  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b, TensorPosition& b,
+                                       int steps) {
     using T = typename Tile::T;
-    mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
-    const uint32_t full = shared_address(&shared_.full[ring_.slot]);
-    mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+      mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
+      const uint32_t full = shared_address(&shared_.full[ring_.slot]);
+      mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
 #pragma unroll
-    for (int term = 0; term < Tile::kTerms; ++term) {
-      if constexpr (Tile::kTerms == 2) a.at[2] = b.at[2] = term;
-      load_boxes<kColumnsA, kBlocksA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[term]), map_a, a, full);
-      load_boxes<kColumnsB, false, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[term]), map_b, b, full);
+      for (int term = 0; term < Tile::kTerms; ++term) {
+        if constexpr (Tile::kTerms == 2) a.at[2] = b.at[2] = term;
+        load_boxes<kColumnsA, kBlocksA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[term]), map_a, a, full);
+        load_boxes<kColumnsB, false, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[term]), map_b, b, full);
+      }
+      step<kColumnsA, kBlocksA>(a);
+      step<kColumnsB, false>(b);
+      ring_.advance();
     }
-    step<kColumnsA, kBlocksA>(a);
-    step<kColumnsB, false>(b);
-    ring_.advance();
   }
 
  private:

@@ -54,8 +54,7 @@ struct ScoreGradients {
     keep_order();  // one after the other: what they read takes registers
     set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
     keep_order();
-#pragma unroll 1
-    for (int step = steps_of(width); step > 0; --step) loader.template load<false, false>(map_a, a, map_b, b);
+    loader.template load<false, false>(map_a, a, map_b, b, steps_of(width));
   }
 
   // What a thread needs of its two rows.
