@@ -132,17 +132,20 @@ __global__ void __launch_bounds__(kExactThreads, 1)
     if (call.grad_lse.data != nullptr && exists) {
       delta -= head.rows_of(call.grad_lse, row, call.L).at(0, 0);
     }
-    const auto grad_of = [&](float weight, float grad) { return weight == 0.0f ? 0.0f : weight * (grad - delta); };
+    // Of 64 keys dS at a time, which store(place among them, dS) keeps.
+    const auto make_score_grads = [&](int first_key, auto store) {
+      float x[kExactOfThread], grads[kExactOfThread];
+      probabilities(first_key, x, grads);
+#pragma unroll
+      for (int i = 0; i < kExactOfThread; ++i) store(exact_place(i), x[i] == 0.0f ? 0.0f : x[i] * (grads[i] - delta));
+    };
     if (p.score_grads != nullptr) {
       float* g_grads = p.score_grads + (unit / groups * slice.row_count + slice_row + exact_row()) * p.pitch;
 #pragma unroll 1
       for (int first_key = 0; first_key < end; first_key += kExactKeys) {
-        float x[kExactOfThread], grads[kExactOfThread];
-        probabilities(first_key, x, grads);
-#pragma unroll
-        for (int i = 0; i < kExactOfThread; ++i) {
-          if (exists) g_grads[first_key + exact_place(i)] = grad_of(x[i], grads[i]);
-        }
+        make_score_grads(first_key, [&](int place, float grad) {
+          if (exists) g_grads[first_key + place] = grad;
+        });
         if (threadIdx.x == 0) {
           const int64_t row_blocks = (slice.row_count + kSplitHalfBlock - 1) / kSplitHalfBlock;
           const int64_t row_block = unit / groups * row_blocks + slice_row / kSplitHalfBlock;
@@ -157,12 +160,7 @@ __global__ void __launch_bounds__(kExactThreads, 1)
                     row * call.grad_query.row_stride;
 #pragma unroll 1
     for (int first_key = 0; first_key < end; first_key += kExactKeys) {
-      float x[kExactOfThread], grads[kExactOfThread];
-      probabilities(first_key, x, grads);
-#pragma unroll
-      for (int i = 0; i < kExactOfThread; ++i) {
-        s.weights[exact_row()][exact_place(i)] = grad_of(x[i], grads[i]);
-      }
+      make_score_grads(first_key, [&](int place, float grad) { s.weights[exact_row()][place] = grad; });
       multiply_weights(head.rows_of(call.key, first_key, end), E, s, [&](int col, float sum_of_keys) {
         if (!exists) return;
         float& stored = g_grad[col * call.grad_query.col_stride];
