@@ -190,29 +190,19 @@ class StepMultiplier {
 // registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
 template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Tile::kStages; ++stage) {
-      mbarrier_init(shared_address(&shared.full[stage]), 1);
-      mbarrier_init(shared_address(&shared.empty[stage]), 4 * Tile::kConsumers);
-    }
-    mbarrier_fence_init();
-  }
-  __syncthreads();
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-  if (warpgroup == Tile::kConsumers) {
-    give_registers<Tile::kProducerRegisters>();
-    if (warp == 0 && elect_thread()) {
-      StepLoader<Tile> loader(shared);
-      load(loader);
-    }
-  } else {
-    take_registers<Tile::kConsumerRegisters>();
-    StepMultiplier<Tile> multiplier(shared, warpgroup);
-    multiply(multiplier, Tile::strip_address(shared, warpgroup * 4 + warp),
-             warpgroup * 64 + warp * 16 + static_cast<int>(threadIdx.x % 32 / 4));
-    multiplier.let_follow();
-  }
+  split_warpgroups<Tile>(
+      shared,
+      [&] {
+        StepLoader<Tile> loader(shared);
+        load(loader);
+      },
+      [&](int consumer) {
+        StepMultiplier<Tile> multiplier(shared, consumer);
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform, as the compiler should know
+        multiply(multiplier, Tile::strip_address(shared, consumer * 4 + warp),
+                 consumer * 64 + warp * 16 + static_cast<int>(threadIdx.x % 32 / 4));
+        multiplier.let_follow();
+      });
 }
 
 }  // namespace attention_ext
