@@ -27,7 +27,7 @@ namespace attention_ext {
 // With a mask a CTA takes one tile (gridDim.x is their number), since the blocks that it marks as visible are those of one.
 template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps,
+    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ GroupMaps maps,
                          const __grid_constant__ FusedOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();

@@ -25,7 +25,7 @@ namespace attention_ext {
 
 template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMaps maps,
+    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ GroupMaps maps,
                         const __grid_constant__ RowsMarks marks, RowsOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();

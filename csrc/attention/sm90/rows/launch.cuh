@@ -7,26 +7,17 @@
 #include "core/device_info.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
-#include "core/tensor_map.h"
 
 namespace attention_ext {
 
 template <class Tile, bool kGeneral>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
-  RowsMaps maps;
-  const int group = params.key.group;
-  cudaError_t status =
-      group == 1
-          ? make_tensor_map(maps.query, params.type, params.batch, params.query, params.L, params.E, Tile::kM)
-          : make_group_map(maps.query, params.type, params.batch, params.query, group, params.L, params.E, Tile::kM / group);
-  if (status != cudaSuccess) return status;
-  status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
-  if (status != cudaSuccess) return status;
-  status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kN);
+  GroupMaps maps;
+  cudaError_t status = make_group_maps(maps, params, Tile::kM, Tile::kN, Tile::kN);
   if (status != cudaSuccess) return status;
 
-  const int64_t heads = params.N / group;
+  const int64_t heads = params.N / params.key.group;
   // Causal tiles come longest first, of as many heads together as L2 keeps the keys and values of; but a section lasts for some
   // rounds over the SMs, as their loads only even out within one.
   constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
