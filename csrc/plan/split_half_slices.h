@@ -172,8 +172,8 @@ inline SplitHalfSlices cut_split_half(const SplitHalfSizes& sizes, int64_t cap, 
   return best;
 }
 
-// kPlan(sizes, cap, sms), which takes up to some milliseconds. A call asks for its cost, its workspace and its slices: of each kPlan
-// a thread keeps its last plan.
+// kPlan(sizes, cap, sms), which takes up to some milliseconds. A call asks for its cost, its workspace and its slices: a thread
+// keeps the last plan of each kPlan.
 template <auto kPlan, class Sizes>
 auto last_plan(const Sizes& sizes, int64_t cap, int64_t sms) {
   struct Last {

@@ -1,4 +1,4 @@
-// What the pieces of split keys leave in the workspace (plan/key_pieces.h), and the launch of the kernel that combines it.
+// What the pieces of split keys leave in the workspace (plan/key_pieces.h), and the kernel that combines it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,7 +21,7 @@ struct KeyPieces {
   uint32_t first_group;
 };
 
-// What a thread leaves of a row: with col 0 its statistics, and of O pairs of columns, 8 apart, from first_column + col on: pair(i).
+// What a thread leaves of a row: with col 0 its statistics; of O pairs of columns, 8 apart, from first_column + col on: pair(i).
 template <int kPairs, class Pair>
 __device__ __forceinline__ void leave_row(const KeyPieces& pieces, int64_t row, float reference, float sum, int first_column,
                                           int col, const Pair& pair) {
