@@ -224,13 +224,8 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
 template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void split_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Tile::kStages; ++stage) {
-      mbarrier_init(shared_address(&shared.full[stage]), 1);
-      mbarrier_init(shared_address(&shared.empty[stage]), 4 * Tile::kConsumers);
-    }
-    mbarrier_fence_init();
-  }
+  init_ring(shared.full, shared.empty, 4 * Tile::kConsumers);
+  mbarrier_fence_init();
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::kProducerRegisters>();

@@ -87,14 +87,8 @@ template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile>& shared, unsigned* g_next, unsigned tiles,
                                                bool all_drawn, Load load, Multiply multiply) {
   Tickets& tickets = shared.tickets;
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < kTicketSlots; ++slot) {
-      mbarrier_init(shared_address(&tickets.full[slot]), 1);
-      mbarrier_init(shared_address(&tickets.empty[slot]), 4 * Tile::kConsumers);
-    }
-    tickets.drawn = {0};
-    mbarrier_fence_init();
-  }
+  init_ring(tickets.full, tickets.empty, 4 * Tile::kConsumers);
+  if (threadIdx.x == 0) tickets.drawn = {0};
   run_warpgroups<Tile>(
       shared.tile,
       [&](StepLoader<Tile>& loader) {
