@@ -29,7 +29,8 @@ class Plan(NamedTuple):
 def facts(case: Case) -> dict[str, int]:
     """The problem of csrc/plan/problem.h, with contiguous tensors as Case makes them."""
     # One key head for all is a broadcast, but in half types where rows are so few that keys are split (plan/key_pieces.h).
-    few = case.L * case.Hq <= (64 if max(case.E, case.Ev) <= 256 else 32) and case.S > 512 and case.dtype.itemsize == 2
+    few = case.L * case.Hq <= (64 if max(case.E, case.Ev) <= 256 else 32) and case.dtype.itemsize == 2
+    few = few and case.S > 512 and not case.causal  # few causal rows see few keys
     group = 1 if case.Hk == 1 and not few else case.Hq // case.Hk
     found = {"N": case.B * case.Hq, "L": case.L, "S": case.S, "E": case.E, "Ev": case.Ev, "key_group": group, "value_group": group}
     found |= {"batch_dims": 2 if case.mask or case.Hk == 1 < min(case.B, case.Hq) else 1, "type": TYPES[case.dtype]}

@@ -36,6 +36,26 @@ constexpr BackwardLauncher kBackwardLaunchers[] = {
 };
 static_assert(std::size(kBackwardLaunchers) == std::tuple_size_v<BackwardTable>);
 
+// What a forward and a backward call begin with: the sizes, the scale, and the views of query, key and value.
+Views views_of_operands(ForwardParams& params, const Tensor& query, const Tensor& key, const Tensor& value,
+                        std::optional<double> scale, bool enable_gqa) {
+  params.type = check_inputs(query, key, &value, enable_gqa);
+  Views views(enable_gqa);
+  views.broadcast("query", query, 2);
+  views.broadcast("key", key, 2);
+  views.broadcast("value", value, 2);
+  params.N = views.count();
+  params.L = query.size(query.dim() - 2);
+  params.S = key.size(key.dim() - 2);
+  params.E = query.size(query.dim() - 1);
+  params.Ev = value.size(value.dim() - 1);
+  params.scale = scale_or_default(scale, params.E);
+  views.add(params.query, query);
+  views.add(params.key, key);
+  views.add(params.value, value);
+  return views;
+}
+
 // A forward call: what the kernels get, but for the workspace, and which of them runs.
 struct ForwardCall {
   ForwardParams params;
@@ -52,18 +72,8 @@ ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& v
                          Tensor* out, Tensor* lse, std::string* reason) {
   ForwardCall call = {};
   ForwardParams& params = call.params;
-  params.type = check_inputs(query, key, &value, enable_gqa);
+  Views views = views_of_operands(params, query, key, value, scale, enable_gqa);
   const int32_t device = query.get_device_index();
-  Views views(enable_gqa);
-  views.broadcast("query", query, 2);
-  views.broadcast("key", key, 2);
-  views.broadcast("value", value, 2);
-  params.N = views.count();
-  params.L = query.size(query.dim() - 2);
-  params.S = key.size(key.dim() - 2);
-  params.E = query.size(query.dim() - 1);
-  params.Ev = value.size(value.dim() - 1);
-  params.scale = scale_or_default(scale, params.E);
   params.dropout = dropout;
   params.sequence = check_sequence(is_causal, key_lengths, query, views.batch_sizes());
 
@@ -73,9 +83,6 @@ ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& v
   if (out != nullptr) *out = allocate(out_sizes, out_strides, type, device);
   if (lse != nullptr) *lse = allocate(lse_sizes, lse_strides, accumulator, device);
 
-  views.add(params.query, query);
-  views.add(params.key, key);
-  views.add(params.value, value);
   views.add(params.out, out == nullptr ? nullptr : data_of(*out), out_sizes, out_strides, type);
   views.add(params.lse, lse == nullptr ? nullptr : data_of(*lse), lse_sizes, lse_strides, accumulator, 1);
   params.mask_type = check_mask(attn_mask, query, views.with({params.L, params.S}), is_causal, params.mask, views);
@@ -145,19 +152,9 @@ BackwardCall backward_call(const Tensor& grad_out, const OptionalTensor& grad_ls
                            const std::string& kernel_name, const OptionalTensor& key_lengths, std::string* reason) {
   BackwardCall call = {};
   BackwardParams& params = call.params;
-  params.type = check_inputs(query, key, &value, enable_gqa);
+  Views views = views_of_operands(params, query, key, value, scale, enable_gqa);
   const int32_t device = query.get_device_index();
   const ScalarType type = query.scalar_type(), accumulator = accumulator_type(params.type);
-  Views views(enable_gqa);
-  views.broadcast("query", query, 2);
-  views.broadcast("key", key, 2);
-  views.broadcast("value", value, 2);
-  params.N = views.count();
-  params.L = query.size(query.dim() - 2);
-  params.S = key.size(key.dim() - 2);
-  params.E = query.size(query.dim() - 1);
-  params.Ev = value.size(value.dim() - 1);
-  params.scale = scale_or_default(scale, params.E);
   params.dropout = check_dropout(dropout_p, seed, query);
   params.sequence = check_sequence(is_causal, key_lengths, query, views.batch_sizes());
 
@@ -187,9 +184,6 @@ BackwardCall backward_call(const Tensor& grad_out, const OptionalTensor& grad_ls
   const ScalarType grad_type = wide_grads ? accumulator : type;
   params.wide_grads = wide_grads;
 
-  views.add(params.query, query);
-  views.add(params.key, key);
-  views.add(params.value, value);
   views.add(params.out, out);
   views.add(params.grad_out, grad_out);
   views.add(params.lse, lse, 1);

@@ -40,7 +40,8 @@ Problem problem_of(const Params& params, int64_t key_group, int64_t value_group)
 }
 
 // Query heads that all read one matrix of keys, and of values, are matrices of their own to the kernels. Where keys of few rows are
-// split they are a group: a tile then has all their rows. heads: the size of the query's head dim.
+// split they are a group: a tile then has all their rows. No causal call is one of these: its rows see as many keys as there
+// are rows, and its S is no more. heads: the size of the query's head dim.
 inline void group_heads_of_one_key(ForwardParams& params, int64_t heads) {
   const int last = params.batch.count - 1;
   MatrixView &key = params.key, &value = params.value;

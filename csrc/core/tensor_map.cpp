@@ -67,7 +67,8 @@ cudaError_t make_tensor_map(CUtensorMap& map, DataType type, const BatchDims& ba
 }
 
 cudaError_t make_group_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int group,
-                           int64_t rows, int64_t cols, int box_rows) {
+                           int64_t rows, int64_t cols, int tile_rows) {
+  if (group == 1) return make_tensor_map(map, type, batch, view, rows, cols, tile_rows);
   const uint64_t element = static_cast<uint64_t>(element_bytes(type)), unused_stride = (cols * element + 15) / 16 * 16;
   const auto bytes = [&](int64_t stride) { return stride > 0 ? static_cast<uint64_t>(stride) * element : unused_stride; };
   const int heads = batch.count - 1;  // the dim
@@ -78,7 +79,7 @@ cudaError_t make_group_map(CUtensorMap& map, DataType type, const BatchDims& bat
   const cuuint64_t strides[kRank - 1] = {bytes(view.batch_stride[heads]), bytes(view.row_stride),
                                          bytes(group * view.batch_stride[heads]),
                                          leading ? bytes(view.batch_stride[0]) : unused_stride};
-  const cuuint32_t box[kRank] = {64, static_cast<cuuint32_t>(group), static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[kRank] = {64, static_cast<cuuint32_t>(group), static_cast<cuuint32_t>(tile_rows / group), 1, 1};
   return encode(map, type, view.data, sizes, strides, box);
 }
 

@@ -14,8 +14,9 @@ cudaError_t make_tensor_map(CUtensorMap& map, DataType type, const BatchDims& ba
                             int64_t cols, int box_rows);
 
 // The map of queries (batch dims..., Hq, L, E) whose heads belong to groups: cols, heads of a group, rows, groups, leading dim.
-// Boxes of box_rows queries of all heads of a group by 64 columns. At most two batch dims.
+// Boxes of the queries of all heads of a group, tile_rows in all, by 64 columns. At most two batch dims. Of groups of one head as
+// above.
 cudaError_t make_group_map(CUtensorMap& map, DataType type, const BatchDims& batch, const MatrixView& view, int group,
-                           int64_t rows, int64_t cols, int box_rows);
+                           int64_t rows, int64_t cols, int tile_rows);
 
 }  // namespace attention_ext

@@ -290,17 +290,10 @@ class SplitHalfBackwardPlanner {
 };
 
 inline SplitHalfBackwardPlan plan_split_half_backward(const SplitHalfBackwardSizes& sizes, int64_t cap, int64_t sms) {
-  // Planning takes up to some milliseconds, and a call asks for its cost, its workspace and its slices: the last plan is kept.
-  struct Last {
-    SplitHalfBackwardSizes sizes;
-    int64_t cap, sms;
-    SplitHalfBackwardPlan plan;
+  constexpr auto kPlan = [](const SplitHalfBackwardSizes& sizes, int64_t cap, int64_t sms) {
+    return SplitHalfBackwardPlanner(sizes, cap, sms).plan();
   };
-  thread_local Last last = {{}, -1, -1, {}};
-  if (last.cap != cap || last.sms != sms || !(last.sizes == sizes)) {
-    last = {sizes, cap, sms, SplitHalfBackwardPlanner(sizes, cap, sms).plan()};
-  }
-  return last.plan;
+  return last_plan<kPlan>(sizes, cap, sms);
 }
 
 }  // namespace attention_ext

@@ -172,18 +172,22 @@ inline SplitHalfSlices cut_split_half(const SplitHalfSizes& sizes, int64_t cap, 
   return best;
 }
 
-inline SplitHalfSlices split_half_slices(const SplitHalfSizes& sizes, int64_t cap, int64_t sms) {
-  // A call asks for its cost, its workspace and its slices: the last cut is kept.
+// kPlan(sizes, cap, sms), which takes up to some milliseconds. A call asks for its cost, its workspace and its slices: a thread
+// keeps the last plan of each kPlan.
+template <auto kPlan, class Sizes>
+auto last_plan(const Sizes& sizes, int64_t cap, int64_t sms) {
   struct Last {
-    SplitHalfSizes sizes;
+    Sizes sizes;
     int64_t cap, sms;
-    SplitHalfSlices slices;
+    decltype(kPlan(sizes, cap, sms)) plan;
   };
   thread_local Last last = {{}, -1, -1, {}};
-  if (last.cap != cap || last.sms != sms || !(last.sizes == sizes)) {
-    last = {sizes, cap, sms, cut_split_half(sizes, cap, sms)};
-  }
-  return last.slices;
+  if (last.cap != cap || last.sms != sms || !(last.sizes == sizes)) last = {sizes, cap, sms, kPlan(sizes, cap, sms)};
+  return last.plan;
+}
+
+inline SplitHalfSlices split_half_slices(const SplitHalfSizes& sizes, int64_t cap, int64_t sms) {
+  return last_plan<cut_split_half>(sizes, cap, sms);
 }
 
 }  // namespace attention_ext

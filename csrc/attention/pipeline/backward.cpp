@@ -163,19 +163,13 @@ Arrays arrays_of(const BackwardParams& params, const BackwardPlan& plan, const S
 // Half types: delta of all rows. float and double take it from whole rows of pass A.
 cudaError_t make_delta(const BackwardParams& params, cudaStream_t stream) {
   if (element_bytes(params.type) > 2) return cudaSuccess;
-  RowDotParams dot = stage_of<RowDotParams>(params, {0, params.N, 0, params.L, 0, params.S});
-  dot.Ev = params.Ev;
-  dot.grad_out = params.grad_out;
-  dot.out = params.out;
-  dot.grad_lse = params.grad_lse;
-  dot.delta = params.workspace;
-  return launch_row_dot(dot, stream);
+  return launch_row_dot(row_dot_of(params, params.workspace), stream);
 }
 
 // P and dS of a slice. Whole rows (a slice of pass A) find the rows' norms, slices of keys (pass B) use them.
 cudaError_t make_score_grad(const BackwardParams& params, const Arrays& arrays, const Slice& slice, bool whole_rows,
                             cudaStream_t stream) {
-  QkScoresParams scores = scores_of(params, slice);
+  QkScoresParams scores = scores_of<QkScoresParams>(params, slice);
   scores.lse = params.lse;
   scores.norm = whole_rows ? nullptr : arrays.norm;
   scores.output = ScoresAs::kProbabilities;

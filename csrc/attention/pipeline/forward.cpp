@@ -20,7 +20,7 @@ cudaError_t run_slice(const ForwardParams& params, const ForwardProducts& produc
   const MatrixView statistics = slice_view(workspace + plan.statistics_at, plan.rows, plan.segments, false);
   const MatrixView row_sum = slice_view(workspace + plan.row_sum_at, plan.rows, 1, false);
 
-  QkScoresParams scores = scores_of(params, slice);
+  QkScoresParams scores = scores_of<QkScoresParams>(params, slice);
   scores.out = weights;
   scores.statistics = statistics;
   scores.output = by_segments ? ScoresAs::kExponentials : ScoresAs::kScores;

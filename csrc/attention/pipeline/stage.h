@@ -18,9 +18,10 @@ Stage stage_of(const ForwardParams& params, const Slice& slice) {
   return stage;
 }
 
-// Scores of a slice, but for what becomes of them.
-inline QkScoresParams scores_of(const ForwardParams& params, const Slice& slice) {
-  QkScoresParams scores = stage_of<QkScoresParams>(params, slice);
+// Of a stage that makes a slice's scores, but for what becomes of them.
+template <class Stage>
+Stage scores_of(const ForwardParams& params, const Slice& slice) {
+  Stage scores = stage_of<Stage>(params, slice);
   scores.E = params.E;
   scores.scale = params.scale;
   scores.query = params.query;
@@ -28,6 +29,19 @@ inline QkScoresParams scores_of(const ForwardParams& params, const Slice& slice)
   scores.mask = params.mask;
   scores.mask_type = params.mask_type;
   return scores;
+}
+
+inline Slice whole_slice(const ForwardParams& params) { return {0, params.N, 0, params.L, 0, params.S}; }
+
+// delta of all rows.
+inline RowDotParams row_dot_of(const BackwardParams& params, void* delta) {
+  RowDotParams dot = stage_of<RowDotParams>(params, whole_slice(params));
+  dot.Ev = params.Ev;
+  dot.grad_out = params.grad_out;
+  dot.out = params.out;
+  dot.grad_lse = params.grad_lse;
+  dot.delta = delta;
+  return dot;
 }
 
 // The factor of the weights that dropout keeps.

@@ -3,11 +3,22 @@
 
 #include <cstdint>
 
+#include "device/sm80/cp_async.cuh"
+
 namespace attention_ext {
 
 // Phases count from 0; a wait names the parity of the phase whose end it waits for.
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+// Of a ring, by a thread for each slot: `filled` arrivals end a phase of its full barrier, `emptied` one of its empty barrier.
+template <int kSlots>
+__device__ __forceinline__ void init_ring(uint64_t (&full)[kSlots], uint64_t (&empty)[kSlots], int emptied, int filled = 1) {
+  if (threadIdx.x < kSlots) {
+    mbarrier_init(shared_address(&full[threadIdx.x]), filled);
+    mbarrier_init(shared_address(&empty[threadIdx.x]), emptied);
+  }
 }
 
 // Makes initialised barriers visible to TMA.

@@ -220,6 +220,23 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
   if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
 }
 
+// A kernel of Tile::kThreads: load() in one thread, multiply(consumer) in each of the two warpgroups, each with its registers.
+template <class Tile, class Load, class Multiply>
+__device__ __forceinline__ void split_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
+  init_ring(shared.full, shared.empty, 4 * Tile::kConsumers);
+  mbarrier_fence_init();
+  __syncthreads();
+  if (warpgroup == Tile::kConsumers) {
+    give_registers<Tile::kProducerRegisters>();
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
+    if (warp == 0 && elect_thread()) load();
+  } else {
+    take_registers<Tile::kConsumerRegisters>();
+    multiply(warpgroup);
+  }
+}
+
 // The kernel of Work<Tile>{params}.
 template <template <class> class Work, class Tile, class Params>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
@@ -228,27 +245,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const Work<Tile> work = {params};
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
   if (threadIdx.x == Tile::kThreads - 1) {
     tma_prefetch_map(&maps.a);
     tma_prefetch_map(&maps.b);
   }
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Tile::kStages; ++stage) {
-      mbarrier_init(shared_address(&shared.full[stage]), 1);
-      mbarrier_init(shared_address(&shared.empty[stage]), 4 * Tile::kConsumers);
-    }
-    mbarrier_fence_init();
-  }
-  __syncthreads();
-  if (warpgroup == Tile::kConsumers) {
-    give_registers<Tile::kProducerRegisters>();
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-    if (warp == 0 && elect_thread()) load_tiles<Tile>(work, maps, shared);
-  } else {
-    take_registers<Tile::kConsumerRegisters>();
-    multiply_tiles<Tile>(work, shared, warpgroup);
-  }
+  split_warpgroups<Tile>(
+      shared, [&] { load_tiles<Tile>(work, maps, shared); },
+      [&](int consumer) { multiply_tiles<Tile>(work, shared, consumer); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif

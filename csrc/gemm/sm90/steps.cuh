@@ -25,25 +25,28 @@ class StepLoader {
  public:
   __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {}
 
-  // A step of both operands: the box at `a` or, with kColumnsA, the one 64 elements of m after it as well; of B likewise. Then
-  // steps along k. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64, which
-  // are the batch dim after that one.
+  // Steps of both operands along k, which move `a` and `b`: the box at `a` or, with kColumnsA, the one 64 elements of m after it as
+  // well; of B likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64,
+  // which are the batch dim after that one.
   template <bool kColumnsA, bool kColumnsB, bool kBlocksA = false>
-  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b,
-                                       TensorPosition& b) {
+  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b, TensorPosition& b,
+                                       int steps) {
     using T = typename Tile::T;
-    mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
-    const uint32_t full = shared_address(&shared_.full[ring_.slot]);
-    mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+#pragma unroll 1
+    for (int i = 0; i < steps; ++i) {
+      mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
+      const uint32_t full = shared_address(&shared_.full[ring_.slot]);
+      mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
 #pragma unroll
-    for (int term = 0; term < Tile::kTerms; ++term) {
-      if constexpr (Tile::kTerms == 2) a.at[2] = b.at[2] = term;
-      load_boxes<kColumnsA, kBlocksA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[term]), map_a, a, full);
-      load_boxes<kColumnsB, false, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[term]), map_b, b, full);
+      for (int term = 0; term < Tile::kTerms; ++term) {
+        if constexpr (Tile::kTerms == 2) a.at[2] = b.at[2] = term;
+        load_boxes<kColumnsA, kBlocksA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[term]), map_a, a, full);
+        load_boxes<kColumnsB, false, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[term]), map_b, b, full);
+      }
+      step<kColumnsA, kBlocksA>(a);
+      step<kColumnsB, false>(b);
+      ring_.advance();
     }
-    step<kColumnsA, kBlocksA>(a);
-    step<kColumnsB, false>(b);
-    ring_.advance();
   }
 
  private:
@@ -187,29 +190,19 @@ class StepMultiplier {
 // registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
 template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  if (threadIdx.x == 0) {
-    for (int stage = 0; stage < Tile::kStages; ++stage) {
-      mbarrier_init(shared_address(&shared.full[stage]), 1);
-      mbarrier_init(shared_address(&shared.empty[stage]), 4 * Tile::kConsumers);
-    }
-    mbarrier_fence_init();
-  }
-  __syncthreads();
-  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-  if (warpgroup == Tile::kConsumers) {
-    give_registers<Tile::kProducerRegisters>();
-    if (warp == 0 && elect_thread()) {
-      StepLoader<Tile> loader(shared);
-      load(loader);
-    }
-  } else {
-    take_registers<Tile::kConsumerRegisters>();
-    StepMultiplier<Tile> multiplier(shared, warpgroup);
-    multiply(multiplier, Tile::strip_address(shared, warpgroup * 4 + warp),
-             warpgroup * 64 + warp * 16 + static_cast<int>(threadIdx.x % 32 / 4));
-    multiplier.let_follow();
-  }
+  split_warpgroups<Tile>(
+      shared,
+      [&] {
+        StepLoader<Tile> loader(shared);
+        load(loader);
+      },
+      [&](int consumer) {
+        StepMultiplier<Tile> multiplier(shared, consumer);
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform, as the compiler should know
+        multiply(multiplier, Tile::strip_address(shared, consumer * 4 + warp),
+                 consumer * 64 + warp * 16 + static_cast<int>(threadIdx.x % 32 / 4));
+        multiplier.let_follow();
+      });
 }
 
 }  // namespace attention_ext

@@ -5,6 +5,7 @@
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/warpgroup.cuh"
+#include "gemm/sm90/steps.cuh"
 
 namespace attention_ext {
 
@@ -33,21 +34,9 @@ struct SharedWithTickets {
   Tickets tickets;
 };
 
-// By one thread, before the CTA's first __syncthreads.
-__device__ __forceinline__ void init_tickets(Tickets& tickets, int warps) {
-  for (int slot = 0; slot < kTicketSlots; ++slot) {
-    mbarrier_init(shared_address(&tickets.full[slot]), 1);
-    mbarrier_init(shared_address(&tickets.empty[slot]), warps);
-  }
-  tickets.drawn = {0};
-  mbarrier_fence_init();
-}
-
 class TicketDrawer {
  public:
-  // g_next is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a CTA's from the beginning, so
-  // that whoever holds one runs, and a tile may wait for one with a lower number.
-  __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, unsigned tiles, bool all_drawn = false)
+  __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, unsigned tiles, bool all_drawn)
       : tickets_(tickets), g_next_(g_next), given_(all_drawn ? 0 : gridDim.x), tiles_(tiles), first_(!all_drawn) {}
 
   // The next tile; `tiles` or more: there is none, and it is not to be called again. To be called as late as may be: who draws
@@ -90,5 +79,29 @@ class TicketReader {
   Tickets& tickets_;
   TicketPlace place_;
 };
+
+// run_warpgroups (steps.cuh) over the tiles that a CTA takes: load(loader, tile), multiply(multiplier, tile, s_strip, row). g_next
+// is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a CTA's from the beginning, so that
+// whoever holds one runs, and a tile may wait for one with a lower number.
+template <class Tile, class Load, class Multiply>
+__device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile>& shared, unsigned* g_next, unsigned tiles,
+                                               bool all_drawn, Load load, Multiply multiply) {
+  Tickets& tickets = shared.tickets;
+  init_ring(tickets.full, tickets.empty, 4 * Tile::kConsumers);
+  if (threadIdx.x == 0) tickets.drawn = {0};
+  run_warpgroups<Tile>(
+      shared.tile,
+      [&](StepLoader<Tile>& loader) {
+        const unsigned end = forget(tiles);
+        TicketDrawer drawer(tickets, g_next, end, all_drawn);
+#pragma unroll 1
+        for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) load(loader, tile);
+      },
+      [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
+        TicketReader reader(tickets);
+#pragma unroll 1
+        for (unsigned tile = reader.next(); tile < tiles; tile = reader.next()) multiply(multiplier, tile, s_strip, row);
+      });
+}
 
 }  // namespace attention_ext

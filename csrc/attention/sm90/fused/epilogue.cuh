@@ -80,18 +80,9 @@ __device__ __forceinline__ void leave_piece(const ForwardParams& p, const KeyPie
 #pragma unroll
   for (int half = 0; half < 2; ++half, row += 8) {
     if (row >= work.rows) continue;
-    const int64_t place = first_row + row;
-    if (first_column == 0 && col == 0) {
-      const float reference = sum[half] == 0.0f ? negative_infinity(0.0f) : s_reference[row];
-      pieces.statistics[place] = make_float2(reference, sum[half]);
-    }
-    if (sum[half] == 0.0f) continue;
-    float* g_row = pieces.out + place * pieces.pitch + first_column + col;
-#pragma unroll
-    for (int i = 0; i < 8 * Tile::kValueSteps; ++i) {  // pairs of columns, 8 apart
-      const float* pair = &out[4 * i + 2 * half];
-      if (first_column + 8 * i < pieces.pitch) *reinterpret_cast<float2*>(g_row + 8 * i) = make_float2(pair[0], pair[1]);
-    }
+    const float reference = sum[half] == 0.0f ? negative_infinity(0.0f) : s_reference[row];
+    leave_row<8 * Tile::kValueSteps>(pieces, first_row + row, reference, sum[half], first_column, col,
+                                     [&](int i) { return &out[4 * i + 2 * half]; });
   }
 }
 

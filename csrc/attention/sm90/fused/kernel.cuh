@@ -27,7 +27,7 @@ namespace attention_ext {
 // With a mask a CTA takes one tile (gridDim.x is their number), since the blocks that it marks as visible are those of one.
 template <class Tile, bool kGeneral>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ FusedMaps maps,
+    fused_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ GroupMaps maps,
                          const __grid_constant__ FusedOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
@@ -39,20 +39,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     tma_prefetch_map(&maps.key);
     tma_prefetch_map(&maps.value);
   }
-  if (threadIdx.x < Tile::kConsumers * Tile::kSlots) {
-    const int consumer = threadIdx.x / Tile::kSlots, slot = threadIdx.x % Tile::kSlots;
-    mbarrier_init(shared_address(&shared.full[consumer][slot]), 1);
-    mbarrier_init(shared_address(&shared.empty[consumer][slot]), 4);
-    if (slot == 0) {
-      mbarrier_init(shared_address(&shared.weights_ready[consumer]), 32);
-      mbarrier_init(shared_address(&shared.weights_free[consumer]), 128);
-    }
-    if (threadIdx.x == 0) {
-      mbarrier_init(shared_address(&shared.query_full), 1);
-      mbarrier_init(shared_address(&shared.query_empty), 4 * Tile::kConsumers);
-    }
-    mbarrier_fence_init();
+#pragma unroll
+  for (int consumer = 0; consumer < Tile::kConsumers; ++consumer) init_ring(shared.full[consumer], shared.empty[consumer], 4);
+  init_ring(shared.weights_ready, shared.weights_free, 128, 32);
+  if (threadIdx.x == 0) {
+    mbarrier_init(shared_address(&shared.query_full), 1);
+    mbarrier_init(shared_address(&shared.query_empty), 4 * Tile::kConsumers);
   }
+  mbarrier_fence_init();
   if constexpr (kGeneral) {
     for (int i = threadIdx.x; i < kTrackedBlocks / 32; i += Tile::kThreads) {
       shared.visible[i] = p.mask_type == MaskType::kNone ? 0xffffffffu : 0u;

@@ -6,27 +6,18 @@
 #include "attention/sm90/fused/kernel.cuh"
 #include "core/device_info.h"
 #include "core/launch.cuh"
-#include "core/tensor_map.h"
 #include "plan/sm90_fused.h"
 
 namespace attention_ext {
 
 template <class Tile, bool kGeneral>
 cudaError_t launch(const ForwardParams& params, const PiecesWorkspace& plan, cudaStream_t stream) {
-  FusedMaps maps;
-  const int group = params.key.group;
-  cudaError_t status =
-      group == 1
-          ? make_tensor_map(maps.query, params.type, params.batch, params.query, params.L, params.E, Tile::kM)
-          : make_group_map(maps.query, params.type, params.batch, params.query, group, params.L, params.E, Tile::kM / group);
-  if (status != cudaSuccess) return status;
-  status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
-  if (status != cudaSuccess) return status;
-  status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kValueKeys);
+  GroupMaps maps;
+  const cudaError_t status = make_group_maps(maps, params, Tile::kM, Tile::kN, Tile::kValueKeys);
   if (status != cudaSuccess) return status;
   const int64_t sms = current_device_info().sms;
-  const FusedGrid grid = fused_grid(Tile::kClass, params.N, group, params.L, params.S, params.Ev, params.sequence.causal,
-                                    kGeneral, plan.split.pieces, sms);
+  const FusedGrid grid = fused_grid(Tile::kClass, params.N, params.key.group, params.L, params.S, params.Ev,
+                                    params.sequence.causal, kGeneral, plan.split.pieces, sms);
   FusedOrder order = {0, grid.columns, {}};
   const auto launch_tiles = [&](int64_t tiles) {
     order.tiles = static_cast<uint32_t>(tiles);
@@ -36,7 +27,7 @@ cudaError_t launch(const ForwardParams& params, const PiecesWorkspace& plan, cud
   };
   if constexpr (!Tile::kSplits) return launch_tiles(grid.tiles);
 
-  const int64_t tiles_of_group = grid.tiles / (params.N / group);
+  const int64_t tiles_of_group = grid.tiles / (params.N / params.key.group);
   const float unit = kGeneral ? 1.0f : static_cast<float>(params.scale);
   return launch_in_pieces(params, plan, unit, stream, [&](const KeyPieces& pieces, int64_t groups) {
     order.pieces = pieces;

@@ -4,22 +4,18 @@
 
 #include "attention/params.h"
 #include "attention/sm90/fused/work.cuh"
+#include "attention/sm90/pieces/group_maps.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 
 namespace attention_ext {
 
-struct FusedMaps {
-  CUtensorMap query;       // (batch dims..., queries, heads of a group, head dim); without groups as key
-  CUtensorMap key, value;  // (batch dims..., keys, head dim), five dims
-};
-
 // Loads the keys and values of one consumer warpgroup. One thread.
 template <class Tile, bool kGeneral>
 class FusedProducer {
  public:
-  __device__ __forceinline__ FusedProducer(const ForwardParams& p, const FusedMaps& maps, typename Tile::Shared& shared,
+  __device__ __forceinline__ FusedProducer(const ForwardParams& p, const GroupMaps& maps, typename Tile::Shared& shared,
                                            int consumer)
       : p_(p), maps_(maps), shared_(shared), work_(shared.work[Tile::kConsumers + consumer]), consumer_(consumer) {}
 
@@ -95,7 +91,7 @@ class FusedProducer {
   }
 
   const ForwardParams& p_;
-  const FusedMaps& maps_;
+  const GroupMaps& maps_;
   typename Tile::Shared& shared_;
   FusedWork& work_;  // this thread's own, in shared memory as the batch coordinates of the boxes are: 40 registers are few
   const int consumer_;
@@ -104,7 +100,7 @@ class FusedProducer {
 
 // Loads the query tiles; columns from E on and queries from L on become zeros. One thread.
 template <class Tile, bool kGeneral>
-__device__ __forceinline__ void load_queries(const ForwardParams& p, const FusedMaps& maps, typename Tile::Shared& shared,
+__device__ __forceinline__ void load_queries(const ForwardParams& p, const GroupMaps& maps, typename Tile::Shared& shared,
                                              const FusedOrder& order) {
   using T = typename Tile::T;
   FusedWork& work = shared.work[2 * Tile::kConsumers];
@@ -115,14 +111,7 @@ __device__ __forceinline__ void load_queries(const ForwardParams& p, const Fused
   for (uint32_t tile = blockIdx.x; tile < order.tiles; tile += gridDim.x) {
     work.template init<Tile, kGeneral>(p, order, tile);
     TensorPosition box;
-    if (work.group == 1) {
-      box.at[1] = work.first_row;
-      set_batch(box, p.batch, p.query, work.n_group);
-    } else {  // (leading dim, key head, query, head of the group, column)
-      const int key_heads = static_cast<int>(p.batch.size[p.batch.count - 1]) / work.group;
-      box = {{0, 0, work.query_of(0), static_cast<int>(work.n_group) % key_heads, static_cast<int>(work.n_group) / key_heads}};
-      if (p.batch.count == 1 || p.query.batch_stride[0] == 0) box.at[4] = 0;
-    }
+    set_queries(box, p, work);
     mbarrier_wait(shared_address(&shared.query_empty), parity ^ 1);
     parity ^= 1;
     mbarrier_arrive_expect_bytes(full, steps * fused_tile_rows(work.group) * Tile::kStep * sizeof(T));

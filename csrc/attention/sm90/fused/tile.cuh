@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
-#include "attention/sm90/pieces/pieces.h"
+#include "attention/sm90/pieces/pieces.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "device/common/batch.cuh"
 #include "device/sm90/tma.cuh"

@@ -5,7 +5,7 @@
 // columns of every kLanes-th piece, where kLanes is 256 by the threads that the columns take: only of pieces that have left the
 // row, which their statistics say, so these are waited for first. All additions are in a fixed order.
 // Shared memory: 5 KB.
-#include "attention/sm90/pieces/pieces.h"
+#include "attention/sm90/pieces/pieces.cuh"
 #include "attention/softmax/online_softmax.cuh"
 #include "core/dispatch.h"
 #include "core/launch.cuh"

@@ -39,29 +39,9 @@ class Run {
   Run(const BackwardParams& params, const BackwardPlan& plan, cudaStream_t stream)
       : params_(params), sizes_(sizes_of(params)), plan_(plan), stream_(stream), slices_(workspace(plan.slices_at)) {}
 
-  // What belongs to rows: delta, and the norms of those with a large log-sum-exp.
-  cudaError_t make_row_values() const {
-    const Slice whole = {0, params_.N, 0, params_.L, 0, params_.S};
-    RowDotParams dot = stage_of<RowDotParams>(params_, whole);
-    dot.Ev = params_.Ev;
-    dot.grad_out = params_.grad_out;
-    dot.out = params_.out;
-    dot.grad_lse = params_.grad_lse;
-    dot.delta = delta();
-    cudaError_t status = cudaMemsetAsync(ticket(), 0, plan_.cleared(sizes_), stream_);
-    if (status == cudaSuccess) status = launch_row_dot(dot, stream_);
-    if (status != cudaSuccess) return status;
-
-    LargeLseParams large = stage_of<LargeLseParams>(params_, whole);
-    large.E = params_.E;
-    large.scale = params_.scale;
-    large.query = params_.query;
-    large.key = params_.key;
-    large.mask = params_.mask;
-    large.mask_type = params_.mask_type;
-    large.lse = params_.lse;
-    large.norm = norm();
-    return launch_large_lse(large, stream_);
+  cudaError_t begin() const {
+    const cudaError_t status = cudaMemsetAsync(ticket(), 0, plan_.cleared(sizes_), stream_);
+    return status == cudaSuccess ? launch_row_values(params_, delta(), norm(), stream_) : status;
   }
 
   cudaError_t run_pass(const BackwardPass& pass) const {
@@ -105,7 +85,7 @@ class Run {
   }
 
   cudaError_t run_in_one_launch(const BackwardPass& pass) const {
-    const Slice whole = {0, params_.N, 0, params_.L, 0, params_.S};
+    const Slice whole = whole_slice(params_);
     const SlicePart part = {0, params_.L, 0, params_.S, 0, params_.L, false};
     BackwardTurnsParams turns = {};
     turns.scores = scores_of(whole, slice_places(sizes_, pass, part), pass.batches);
@@ -118,16 +98,10 @@ class Run {
   // in_memory: matrices that P and dS have places for.
   ScoreGradientsParams scores_of(const Slice& slice, const SlicePlaces& places, int64_t in_memory) const {
     const int64_t pitch = slice_pitch(slice.col_count);
-    ScoreGradientsParams scores = stage_of<ScoreGradientsParams>(params_, slice);
-    scores.E = params_.E;
+    ScoreGradientsParams scores = attention_ext::scores_of<ScoreGradientsParams>(params_, slice);
     scores.Ev = params_.Ev;
-    scores.scale = params_.scale;
-    scores.query = params_.query;
-    scores.key = params_.key;
     scores.value = params_.value;
     scores.grad_out = params_.grad_out;
-    scores.mask = params_.mask;
-    scores.mask_type = params_.mask_type;
     scores.lse = params_.lse;
     scores.probabilities = slice_view(slices_ + places.probabilities, slice.row_count, pitch, true);
     scores.score_grad = slice_view(slices_ + places.score_grad, slice.row_count, pitch, true);
@@ -179,6 +153,15 @@ class Run {
 
 }  // namespace
 
+cudaError_t launch_row_values(const BackwardParams& params, float* delta, float* norm, cudaStream_t stream) {
+  const cudaError_t status = launch_row_dot(row_dot_of(params, delta), stream);
+  if (status != cudaSuccess) return status;
+  LargeLseParams large = scores_of<LargeLseParams>(params, whole_slice(params));
+  large.lse = params.lse;
+  large.norm = norm;
+  return launch_large_lse(large, stream);
+}
+
 int64_t wgmma_backward_workspace(const BackwardParams& params) { return plan_backward(params).bytes; }
 
 bool wgmma_backward_sums_mask(const BackwardParams& params) {
@@ -189,7 +172,7 @@ bool wgmma_backward_sums_mask(const BackwardParams& params) {
 cudaError_t wgmma_backward(const BackwardParams& params, cudaStream_t stream) {
   const BackwardPlan plan = plan_backward(params);
   const Run run(params, plan, stream);
-  cudaError_t status = run.make_row_values();
+  cudaError_t status = run.begin();
   for (size_t pass = 0; pass < plan.passes.size() && status == cudaSuccess; ++pass) status = run.run_pass(plan.passes[pass]);
   return status;
 }

@@ -82,6 +82,8 @@ struct BackwardTurnsParams {
 
 cudaError_t launch_score_gradients(const ScoreGradientsParams& params, cudaStream_t stream);
 cudaError_t launch_large_lse(const LargeLseParams& params, cudaStream_t stream);
+// What belongs to rows: delta, and the norms of those with a large log-sum-exp.
+cudaError_t launch_row_values(const BackwardParams& params, float* delta, float* norm, cudaStream_t stream);
 cudaError_t launch_gradients(const GradientsParams& params, cudaStream_t stream);
 cudaError_t launch_backward_turns(const BackwardTurnsParams& params, cudaStream_t stream);
 

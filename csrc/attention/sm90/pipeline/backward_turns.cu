@@ -120,24 +120,13 @@ __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
   using Shared = BackwardTurnsShared<Tile>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
-  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
-  const auto load = [&](StepLoader<Tile>& loader) {
-    const unsigned end = forget(work.turns.all());
-    TicketDrawer drawer(shared.tickets, work.p.gradients.ticket, end, true);
-#pragma unroll 1
-    for (unsigned ticket = drawer.draw(); ticket < end; ticket = drawer.draw()) {
-      BackwardTurns<T, kModified>{forget_object(work)}.load(loader, shared, ticket);
-    }
+  const auto load = [&](StepLoader<Tile>& loader, unsigned ticket) {
+    BackwardTurns<T, kModified>{forget_object(work)}.load(loader, shared, ticket);
   };
-  const auto multiply = [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
-    const unsigned end = work.turns.all();
-    TicketReader reader(shared.tickets);
-#pragma unroll 1
-    for (unsigned ticket = reader.next(); ticket < end; ticket = reader.next()) {
-      BackwardTurns<T, kModified>{work}.multiply(multiplier, ticket, s_strip, row);
-    }
+  const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned ticket, uint32_t s_strip, int row) {
+    BackwardTurns<T, kModified>{work}.multiply(multiplier, ticket, s_strip, row);
   };
-  run_warpgroups<Tile>(shared.tile, load, multiply);
+  run_by_tickets<Tile>(shared, work.p.gradients.ticket, work.turns.all(), true, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif

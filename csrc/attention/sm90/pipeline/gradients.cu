@@ -18,29 +18,19 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
-  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
   const Gradients<Tile> work = {params, list};
-  const unsigned end = list.all();
-  const auto load = [&](StepLoader<Tile>& loader) {
-    TicketDrawer drawer(shared.tickets, params.ticket, end);
+  const auto load = [&](StepLoader<Tile>& loader, unsigned tile) {
+    const auto at = work.place(tile, params.slice.batch_begin);
     TensorPosition a, b;
-#pragma unroll 1
-    for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) {
-      const auto at = work.place(tile, params.slice.batch_begin);
-      if (at.steps > 0) work.load(loader, maps, at, a, b);
-    }
+    if (at.steps > 0) work.load(loader, maps, at, a, b);
   };
-  const auto multiply = [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
-    TicketReader reader(shared.tickets);
-#pragma unroll 1
-    for (unsigned tile = reader.next(); tile < end; tile = reader.next()) {
-      const auto at = work.place(tile, params.slice.batch_begin);
-      float product[Tile::kN / 2];
-      work.multiply(multiplier, at, product);
-      work.write(at, row, product, s_strip);
-    }
+  const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) {
+    const auto at = work.place(tile, params.slice.batch_begin);
+    float product[Tile::kN / 2];
+    work.multiply(multiplier, at, product);
+    work.write(at, row, product, s_strip);
   };
-  run_warpgroups<Tile>(shared.tile, load, multiply);
+  run_by_tickets<Tile>(shared, params.ticket, list.all(), false, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif

@@ -43,8 +43,7 @@ struct Gradients {
       a = {{0, at.m, static_cast<int>(matrix), 0, 0}};
       b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
       set_batch(b, p.batch, p.key, at.n);
-#pragma unroll 1
-      for (int step = 0; step < at.steps; ++step) loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b);
+      loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b, at.steps);
       return;
     }
     const bool is_value = at.of == kGradValue;
@@ -55,8 +54,7 @@ struct Gradients {
       a = {{at.m, at.k_begin, static_cast<int>(matrix + head), 0, 0}};
       b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
       set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);
-#pragma unroll 1
-      for (int step = 0; step < at.steps; ++step) loader.template load<true, true>(map_a, a, map_b, b);
+      loader.template load<true, true>(map_a, a, map_b, b, at.steps);
     }
   }
 

@@ -94,8 +94,7 @@ struct LargeLse {
         TensorPosition a = {{0, at.row, 0, 0, 0}}, b = {{0, n * Tile::kN, 0, 0, 0}};
         set_batch(a, p.batch, p.query, static_cast<uint32_t>(at.n));
         set_batch(b, p.batch, p.key, static_cast<uint32_t>(at.n));
-#pragma unroll 1
-        for (int step = steps(); step > 0; --step) loader.template load<false, false>(maps.query, a, maps.key, b);
+        loader.template load<false, false>(maps.query, a, maps.key, b, steps());
       }
     });
   }

@@ -54,8 +54,7 @@ struct ScoreGradients {
     keep_order();  // one after the other: what they read takes registers
     set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
     keep_order();
-#pragma unroll 1
-    for (int step = steps_of(width); step > 0; --step) loader.template load<false, false>(map_a, a, map_b, b);
+    loader.template load<false, false>(map_a, a, map_b, b, steps_of(width));
   }
 
   // What a thread needs of its two rows.
@@ -139,10 +138,7 @@ struct ScoreGradients {
     const int64_t mask = kModified && p.mask_type != MaskType::kNone
                              ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), at.slice_index)
                              : 0;
-    T* g_out = place_of(p.probabilities, at, row);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part * kPart >= at.cols) break;
+    store_parts<kPlain>(at, row, p.probabilities, s_strip, [&](int part, uint32_t (&pairs)[kPart / 4]) {
       float x[kPart / 2];
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) x[i] = product[part * (kPart / 2) + i];
@@ -155,7 +151,6 @@ struct ScoreGradients {
         const bool usual = kPlain || !large[half];
         x[i] = exp2_approx(fmaf(usual ? x[i] : __fmul_rn(after, x[i]) - rows.lse[half], usual ? unit : kLog2E, offset[half]));
       }
-      uint32_t pairs[kPart / 4];
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) pairs[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
       pin_registers(pairs);
@@ -168,8 +163,7 @@ struct ScoreGradients {
           pairs[i] &= (kept[part] >> 2 * i & 1) * 0xffffu | (kept[part] >> (2 * i + 1) & 1) * 0xffff0000u;
         }
       }
-      store_part<kPlain>(at, row, part, pairs, g_out + part * kPart, p.probabilities.row_stride, s_strip);
-    }
+    });
   }
 
   // x: products with the keys from `first_key` on, in; times `factor`, with the mask, -inf where a row does not see a key, out.
@@ -212,11 +206,7 @@ struct ScoreGradients {
     const bool dropping = kModified && p.dropout.seed != nullptr;
     const float factor = dropping ? static_cast<float>(p.dropout.keep_scale) * kUnscale : kUnscale;
     const float offset[2] = {-delta[0] * kUnscale, -delta[1] * kUnscale};
-    T* g_out = place_of(p.score_grad, at, row);
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      if (part * kPart >= at.cols) break;
-      uint32_t pairs[kPart / 4];
+    store_parts<kPlain>(at, row, p.score_grad, s_strip, [&](int part, uint32_t (&pairs)[kPart / 4]) {
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) {
         const float2 weight = unpack_pair(weights[part * (kPart / 4) + i], static_cast<const T*>(nullptr));
@@ -235,8 +225,7 @@ struct ScoreGradients {
         }
         pairs[i] = pack_pair<T>(x[0], x[1]);
       }
-      store_part<kPlain>(at, row, part, pairs, g_out + part * kPart, p.score_grad.row_stride, s_strip);
-    }
+    });
   }
 
   // What follows from it is not held during products.
@@ -248,19 +237,28 @@ struct ScoreGradients {
     return static_cast<T*>(view.data) + place * view.slice_stride + (at.slice_row + warp_row + lane / 8) * view.row_stride +
            at.slice_col + lane % 8 * 8;
   }
-  template <bool kWhole>
-  __device__ __forceinline__ void store_part(const ScorePlace& at, int row, int part, const uint32_t (&pairs)[kPart / 4],
-                                             T* g_out, int64_t row_stride, uint32_t s_strip) const {
-    const int lane = lane_anew(), warp_row = row - lane / 4;
-    for_each_chunk<T, 4>(
-        pairs, s_strip,
-        [&](int chunk_row, int chunk_col, const T* chunk) {
-          // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
-          if (kWhole || (warp_row + chunk_row < at.rows && part * kPart + chunk_col < at.cols)) {
-            *reinterpret_cast<uint4*>(g_out + (chunk_row - lane / 8) * row_stride) = *reinterpret_cast<const uint4*>(chunk);
-          }
-        },
-        lane);
+  // The tile's parts, one after another as make(part, pairs) makes them.
+  template <bool kWhole, class Make>
+  __device__ __forceinline__ void store_parts(const ScorePlace& at, int row, const MatrixView& view, uint32_t s_strip,
+                                              const Make& make) const {
+    T* g_out = place_of(view, at, row);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if (part * kPart >= at.cols) break;
+      uint32_t pairs[kPart / 4];
+      make(part, pairs);
+      const int lane = lane_anew(), warp_row = row - lane / 4;
+      for_each_chunk<T, 4>(
+          pairs, s_strip,
+          [&](int chunk_row, int chunk_col, const T* chunk) {
+            // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
+            if (kWhole || (warp_row + chunk_row < at.rows && part * kPart + chunk_col < at.cols)) {
+              *reinterpret_cast<uint4*>(g_out + part * kPart + (chunk_row - lane / 8) * view.row_stride) =
+                  *reinterpret_cast<const uint4*>(chunk);
+            }
+          },
+          lane);
+    }
   }
 };
 

@@ -283,15 +283,8 @@ class RowsConsumer {
       const int row = row_ + 8 * half;
       const float sum = warp_sum<4>(sum_[half]);
       if (row >= work_->rows) continue;
-      const int64_t place = work_->left + row;
-      if (col_ == 0) pieces.statistics[place] = make_float2(rows_[half].reference, sum);
-      if (sum == 0.0f) continue;
-      float* g_row = pieces.out + place * pieces.pitch + col_;
-#pragma unroll
-      for (int i = 0; i < 8 * Tile::kValueSteps; ++i) {  // pairs of columns, 8 apart
-        const float* pair = &out_[i / (8 * kPartSteps)][i % (8 * kPartSteps) * 4 + 2 * half];
-        if (8 * i < pieces.pitch) *reinterpret_cast<float2*>(g_row + 8 * i) = make_float2(pair[0], pair[1]);
-      }
+      leave_row<8 * Tile::kValueSteps>(pieces, work_->left + row, rows_[half].reference, sum, 0, col_,
+                                       [&](int i) { return &out_[i / (8 * kPartSteps)][i % (8 * kPartSteps) * 4 + 2 * half]; });
     }
   }
 

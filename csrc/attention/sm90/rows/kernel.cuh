@@ -25,7 +25,7 @@ namespace attention_ext {
 
 template <class Tile, RowsKind kKind>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMaps maps,
+    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ GroupMaps maps,
                         const __grid_constant__ RowsMarks marks, RowsOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
@@ -37,17 +37,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     tma_prefetch_map(&maps.key);
     tma_prefetch_map(&maps.value);
   }
-  if (threadIdx.x < Tile::kStages) {
-    mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
-    mbarrier_init(shared_address(&shared.value_full[threadIdx.x]), 1);
-    mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), 4 * Tile::kConsumers);
-    mbarrier_init(shared_address(&shared.value_empty[threadIdx.x]), 4 * Tile::kConsumers);
-    if (threadIdx.x < Tile::kQueries) {
-      mbarrier_init(shared_address(&shared.query_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&shared.query_empty[threadIdx.x]), 4 * Tile::kConsumers);
-    }
-    mbarrier_fence_init();
-  }
+  init_ring(shared.key_full, shared.key_empty, 4 * Tile::kConsumers);
+  init_ring(shared.value_full, shared.value_empty, 4 * Tile::kConsumers);
+  init_ring(shared.query_full, shared.query_empty, 4 * Tile::kConsumers);
+  mbarrier_fence_init();
   wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {

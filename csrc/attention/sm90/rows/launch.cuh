@@ -7,7 +7,6 @@
 #include "core/device_info.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
-#include "core/tensor_map.h"
 
 namespace attention_ext {
 
@@ -21,19 +20,11 @@ inline int64_t sharers_of_mask(const ForwardParams& params) {
 template <class Tile, RowsKind kKind>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
-  RowsMaps maps;
-  const int group = params.key.group;
-  cudaError_t status =
-      group == 1
-          ? make_tensor_map(maps.query, params.type, params.batch, params.query, params.L, params.E, Tile::kM)
-          : make_group_map(maps.query, params.type, params.batch, params.query, group, params.L, params.E, Tile::kM / group);
-  if (status != cudaSuccess) return status;
-  status = make_tensor_map(maps.key, params.type, params.batch, params.key, params.S, params.E, Tile::kN);
-  if (status != cudaSuccess) return status;
-  status = make_tensor_map(maps.value, params.type, params.batch, params.value, params.S, params.Ev, Tile::kN);
+  GroupMaps maps;
+  cudaError_t status = make_group_maps(maps, params, Tile::kM, Tile::kN, Tile::kN);
   if (status != cudaSuccess) return status;
 
-  const int64_t heads = params.N / group;
+  const int64_t heads = params.N / params.key.group;
   // Heads that are worked on together, no more than L2 keeps the keys and values of: of causal tiles the longest come first, but a
   // section lasts for some rounds over the SMs, as their loads only even out within one; and where leading batch dims share a mask
   // that heads do not share, L2 serves all but one reading of it.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/params.h"
+#include "attention/sm90/pieces/group_maps.cuh"
 #include "attention/sm90/rows/mark.cuh"
 #include "attention/sm90/rows/tile.cuh"
 #include "device/sm80/cp_async.cuh"
@@ -11,16 +12,11 @@
 
 namespace attention_ext {
 
-struct RowsMaps {
-  CUtensorMap query;       // (batch dims..., queries, heads of a group, head dim); without groups as key
-  CUtensorMap key, value;  // (batch dims..., keys, head dim), five dims
-};
-
 // Loads keys and values. One thread.
 template <class Tile, RowsKind kKind>
 class RowsProducer {
  public:
-  __device__ __forceinline__ RowsProducer(const ForwardParams& p, const RowsMaps& maps, const RowsMarks& marks,
+  __device__ __forceinline__ RowsProducer(const ForwardParams& p, const GroupMaps& maps, const RowsMarks& marks,
                                           typename Tile::Shared& shared)
       : p_(p), maps_(maps), marks_(marks), shared_(shared), work_(shared.producer_work) {}
 
@@ -105,7 +101,7 @@ class RowsProducer {
   }
 
   const ForwardParams& p_;
-  const RowsMaps& maps_;
+  const GroupMaps& maps_;
   const RowsMarks& marks_;
   typename Tile::Shared& shared_;
   RowsWork<Tile>& work_;
@@ -115,7 +111,7 @@ class RowsProducer {
 
 // Says what the consumers work on, and loads the query tiles; columns from E on and queries from L on become zeros. One thread.
 template <class Tile>
-__device__ __forceinline__ void load_query_rows(const ForwardParams& p, const RowsMaps& maps, typename Tile::Shared& shared,
+__device__ __forceinline__ void load_query_rows(const ForwardParams& p, const GroupMaps& maps, typename Tile::Shared& shared,
                                                 const RowsOrder& order) {
   RowsPlaces places(order.tiles);
 #pragma unroll 1
@@ -125,14 +121,7 @@ __device__ __forceinline__ void load_query_rows(const ForwardParams& p, const Ro
     work.init(p, order, places.place());
     work.find_heads(p, order);
     TensorPosition box;
-    if (work.group == 1) {
-      box.at[1] = work.first_row;
-      set_batch(box, p.batch, p.query, work.n_group);
-    } else {  // (leading dim, key head, query, head of the group, column)
-      const int key_heads = static_cast<int>(p.batch.size[p.batch.count - 1]) / work.group;
-      box = {{0, 0, work.query_of(0), static_cast<int>(work.n_group) % key_heads, static_cast<int>(work.n_group) / key_heads}};
-      if (p.batch.count == 1 || p.query.batch_stride[0] == 0) box.at[4] = 0;
-    }
+    set_queries(box, p, work);
     const uint32_t slot = places.template query<Tile::kQueries>(), full = shared_address(&shared.query_full[slot]);
     mbarrier_wait(shared_address(&shared.query_empty[slot]), places.template parity<Tile::kQueries>() ^ 1);
     mbarrier_arrive_expect_bytes(

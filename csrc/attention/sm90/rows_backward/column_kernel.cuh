@@ -353,22 +353,13 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
   constexpr int kArrivals = 128 * kRowsBackwardConsumers;
-  if (threadIdx.x < Tile::kStages) {
-    mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
-    mbarrier_init(shared_address(&shared.empty[threadIdx.x]), kArrivals);
-    if constexpr (Tile::kRoles) mbarrier_init(shared_address(&shared.grad_full[threadIdx.x]), 1);
-    if (threadIdx.x < Tile::kPlaces) {
-      mbarrier_init(shared_address(&shared.key_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&shared.key_empty[threadIdx.x]), kArrivals);
-    }
-    mbarrier_fence_init();
-  }
+  init_ring(shared.full, shared.empty, kArrivals);
+  init_ring(shared.key_full, shared.key_empty, kArrivals);
   if constexpr (Tile::kRoles) {
-    if (threadIdx.x < 4) {
-      mbarrier_init(shared_address(&shared.weights_full[threadIdx.x]), 32);
-      mbarrier_init(shared_address(&shared.weights_empty[threadIdx.x]), 32);
-    }
+    if (threadIdx.x < Tile::kStages) mbarrier_init(shared_address(&shared.grad_full[threadIdx.x]), 1);
+    init_ring(shared.weights_full, shared.weights_empty, 32, 32);
   }
+  mbarrier_fence_init();
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
     give_registers<rows_backward_producer_registers(Tile::kRoles)>();

@@ -285,16 +285,9 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  constexpr int kArrivals = 4 * kRowsBackwardConsumers;
-  if (threadIdx.x < Tile::kSlots) {
-    mbarrier_init(shared_address(&shared.full[threadIdx.x]), 1);
-    mbarrier_init(shared_address(&shared.empty[threadIdx.x]), kArrivals);
-    if (threadIdx.x < Tile::kPlaces) {
-      mbarrier_init(shared_address(&shared.query_full[threadIdx.x]), 1);
-      mbarrier_init(shared_address(&shared.query_empty[threadIdx.x]), 128 * kRowsBackwardConsumers);
-    }
-    mbarrier_fence_init();
-  }
+  init_ring(shared.full, shared.empty, 4 * kRowsBackwardConsumers);
+  init_ring(shared.query_full, shared.query_empty, 128 * kRowsBackwardConsumers);
+  mbarrier_fence_init();
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
     give_registers<rows_backward_producer_registers(false)>();

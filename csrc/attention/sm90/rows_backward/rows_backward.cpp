@@ -2,7 +2,6 @@
 // the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries; the marks of a mask.
 #include "attention/sm90/rows_backward/rows_backward.h"
 
-#include "attention/pipeline/stage.h"
 #include "attention/sm90/pipeline/backward.h"
 #include "core/arithmetic.h"
 #include "core/operand.h"
@@ -67,28 +66,8 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
     if (marked != cudaSuccess) return marked;
   }
 
-  const Slice whole = {0, params.N, 0, params.L, 0, params.S};
-  RowDotParams dot = stage_of<RowDotParams>(params, whole);
-  dot.Ev = params.Ev;
-  dot.grad_out = params.grad_out;
-  dot.out = params.out;
-  dot.grad_lse = params.grad_lse;
-  dot.delta = delta;
-  cudaError_t status = launch_row_dot(dot, stream);
+  const cudaError_t status = launch_row_values(params, delta, norm, stream);
   if (status != cudaSuccess) return status;
-
-  LargeLseParams large = stage_of<LargeLseParams>(params, whole);
-  large.E = params.E;
-  large.scale = params.scale;
-  large.query = params.query;
-  large.key = params.key;
-  large.mask = params.mask;
-  large.mask_type = params.mask_type;
-  large.lse = params.lse;
-  large.norm = norm;
-  status = launch_large_lse(large, stream);
-  if (status != cudaSuccess) return status;
-
   switch (rows_backward_class(params.E, params.Ev)) {
     case 64: return rows_backward_64(rows, marks, stream);
     case 128: return rows_backward_128(rows, marks, stream);

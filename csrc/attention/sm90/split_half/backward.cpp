@@ -41,9 +41,7 @@ class Backward {
     }
     return status;
   }
-  cudaError_t run_exact() const {
-    return launch_split_half_exact_backward(exact_of({0, params_.N, 0, params_.L, 0, params_.S}), stream_);
-  }
+  cudaError_t run_exact() const { return launch_split_half_exact_backward(exact_of(whole_slice(params_)), stream_); }
 
  private:
   enum : int { kQuery, kKey, kValue, kGradOut };

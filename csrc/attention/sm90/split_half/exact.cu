@@ -7,12 +7,10 @@
 #include "attention/sm90/split_half/exact_products.cuh"
 #include "attention/sm90/split_half/split_half.h"
 #include "attention/softmax/online_softmax.cuh"
-#include "attention/visibility/score_modifier.cuh"
 #include "core/arithmetic.h"
 #include "core/device_info.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
-#include "device/common/random.cuh"
 #include "device/sm90/dependent_launch.cuh"
 
 namespace attention_ext {
@@ -20,16 +18,10 @@ namespace {
 
 static_assert(kExactRows == kExactTileRows, "rows that are marked together are made together");
 
-// Whether what the terms leave out of a matrix's scores may be more than independent errors of 2^-22 an element of query and key.
 __device__ __forceinline__ bool needs_exact(const SplitHalfExactParams& p, int64_t n) {
   const int64_t key_group = p.call.key.group, value_group = p.call.value.group;
-  const SplitHalfFacts query = p.query[n], key = p.key[n / key_group * key_group],
-                       value = p.value[n / value_group * value_group];
-  const float left_out = fabsf(static_cast<float>(p.call.scale)) * kLog2E *
-                         (__uint_as_float(query.left_out) * __uint_as_float(key.norm) +
-                          __uint_as_float(key.left_out) * __uint_as_float(query.norm));
-  const bool enough = left_out <= 0x1p-22f * sqrtf(static_cast<float>(p.call.E));  // false for NaN
-  return !enough || query.exact != 0 || key.exact != 0 || value.exact != 0;
+  return scores_need_exact(p.call, p.query[n], p.key[n / key_group * key_group]) ||
+         p.value[n / value_group * value_group].exact != 0;
 }
 
 __global__ void __launch_bounds__(kExactThreads, 1) split_half_exact_kernel(const __grid_constant__ SplitHalfExactParams p) {
@@ -41,32 +33,22 @@ __global__ void __launch_bounds__(kExactThreads, 1) split_half_exact_kernel(cons
   const ForwardParams& call = p.call;
   const int64_t groups = (call.L + kExactRows - 1) / kExactRows;
   const auto make_unit = [&](int64_t unit) {
-    const int64_t n = unit / groups;
-    const int first_row = static_cast<int>(unit - n * groups) * kExactRows, row = first_row + exact_row();
+    const ExactHead head(call, unit / groups);
+    const int first_row = static_cast<int>(unit - head.n * groups) * kExactRows, row = first_row + exact_row();
     const bool exists = row < call.L;
-    const KeyRange range = key_range(call.sequence, n, call.S);
-    const int end = range.end_of_tile(first_row, kExactRows);
-    // Rows of an operand of this matrix, from one on.
-    const auto rows_of = [&](const MatrixView& view, int first, int last) -> ExactRows {
-      const float* g_matrix = static_cast<const float*>(view.data) + batch_offset(call.batch, view, n, 0);
-      return {g_matrix + first * view.row_stride, view.row_stride, view.col_stride, last - first};
-    };
-    const ExactRows query = rows_of(call.query, first_row, static_cast<int>(call.L));
-    float* g_out = static_cast<float*>(call.out.data) + batch_offset(call.batch, call.out, n, 0) + row * call.out.row_stride;
-    const int64_t mask_offset = call.mask_type == MaskType::kNone ? 0 : batch_offset(call.batch, call.mask, n, 0);
+    const int end = head.range.end_of_tile(first_row, kExactRows);
+    const ExactRows query = head.rows_of(call.query, first_row, call.L);
+    float* g_out =
+        static_cast<float*>(call.out.data) + batch_offset(call.batch, call.out, head.n, 0) + row * call.out.row_stride;
 
     float max = negative_infinity(0.0f), sum = 0.0f;
 #pragma unroll 1
     for (int first_key = 0; first_key < end; first_key += kExactKeys) {
-      float x[kExactOfThread];
-      multiply_rows(query, rows_of(call.key, first_key, end), static_cast<int>(call.E), s, x);
-      float block_max = max;
+      float x[kExactOfThread], block_max = max;
+      multiply_rows(query, head.rows_of(call.key, first_key, end), static_cast<int>(call.E), s, x);
 #pragma unroll
       for (int i = 0; i < kExactOfThread; ++i) {
-        float score[1] = {x[i]};
-        make_scores<float>(score, static_cast<float>(call.scale), call.mask, call.mask_type, mask_offset, range,
-                           exists ? row : first_row, first_key + exact_place(i));
-        x[i] = score[0];
+        x[i] = head.score(x[i], row, first_key + exact_place(i));
         block_max = maximum(block_max, x[i]);
       }
       block_max = warp_max<kExactRowThreads>(block_max);
@@ -74,31 +56,25 @@ __global__ void __launch_bounds__(kExactThreads, 1) split_half_exact_kernel(cons
       float block_sum = 0.0f;
 #pragma unroll
       for (int i = 0; i < kExactOfThread; ++i) {
-        const int key = first_key + exact_place(i);
-        float weight = expf(x[i] - reference);
+        const float weight = expf(x[i] - reference);
         block_sum += weight;
-        if (call.dropout.seed != nullptr &&
-            (kept_of_quad(call.dropout, *call.dropout.seed, n, row, key / 4) >> key % 4 & 1) == 0) {
-          weight = 0.0f;
-        }
-        s.weights[exact_row()][exact_place(i)] = weight;
+        s.weights[exact_row()][exact_place(i)] = head.keeps(row, first_key + exact_place(i)) ? weight : 0.0f;
       }
       sum = sum * factor + warp_sum<kExactRowThreads>(block_sum);
       max = block_max;
-      multiply_weights(rows_of(call.value, first_key, end), static_cast<int>(call.Ev), s, [&](int col, float out) {
+      multiply_weights(head.rows_of(call.value, first_key, end), static_cast<int>(call.Ev), s, [&](int col, float out) {
         if (!exists) return;
         float& stored = g_out[col * call.out.col_stride];
         stored = first_key == 0 ? out : fmaf(stored, factor, out);
       });
     }
-    const float kept = call.dropout.seed != nullptr ? static_cast<float>(call.dropout.keep_scale) : 1.0f;
 #pragma unroll 1
     for (int col = exact_place(0); exists && col < call.Ev; col += kExactRowThreads) {
       float& stored = g_out[col * call.out.col_stride];
-      stored = sum == 0.0f ? 0.0f : stored / sum * kept;
+      stored = sum == 0.0f ? 0.0f : stored / sum * head.keep_scale();
     }
     if (exact_place(0) == 0 && exists) {
-      static_cast<float*>(call.lse.data)[batch_offset(call.batch, call.lse, n, 0) + row * call.lse.row_stride] =
+      static_cast<float*>(call.lse.data)[batch_offset(call.batch, call.lse, head.n, 0) + row * call.lse.row_stride] =
           log_sum_exp(max, sum);
     }
   };

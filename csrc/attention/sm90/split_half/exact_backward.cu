@@ -7,68 +7,27 @@
 // Grid: CTAs that stay and look for such heads. 256 threads: 16 a row. Shared memory: 31 KB.
 #include "attention/sm90/split_half/backward.h"
 #include "attention/sm90/split_half/exact_products.cuh"
-#include "attention/visibility/score_modifier.cuh"
 #include "core/device_info.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
-#include "device/common/random.cuh"
 
 namespace attention_ext {
 namespace {
 
-// Whether a head is marked, or what its terms leave out may be more than independent errors of 2^-22 an element of scores, or than
-// 2^-21 of the largest product of grad_out and value that there is: their norms, which one column may make by itself, do not tell.
+// Whether a head is marked, or what its terms leave out may be too much for scores, or more than 2^-21 of the largest product of
+// grad_out and value that there is: their norms, which one column may make by itself, do not tell.
 __device__ __forceinline__ bool needs_exact(const SplitHalfExactBackwardParams& p, int64_t n) {
   const int64_t of_key = n / p.call.key_group * p.call.key_group;
   const SplitHalfFacts query = p.query[n], grad_out = p.grad_out[n], key = p.key[of_key], value = p.value[of_key];
-  const auto left_out = [](const SplitHalfFacts& a, const SplitHalfFacts& b) {
-    return __uint_as_float(a.left_out) * __uint_as_float(b.norm) + __uint_as_float(b.left_out) * __uint_as_float(a.norm);
-  };
-  const float of_scores = fabsf(static_cast<float>(p.call.scale)) * kLog2E * left_out(query, key);
-  const bool enough = of_scores <= 0x1p-22f * sqrtf(static_cast<float>(p.call.E));  // false for NaN
   const float kept = p.call.dropout.seed == nullptr ? 1.0f : static_cast<float>(p.call.dropout.keep_scale);
   const bool enough_grads = left_out(grad_out, value) * kept <= 0x1p-21f * __uint_as_float(p.largest_grads[n]);
-  return !enough || !enough_grads || p.marks[n] != 0 || query.exact != 0 || key.exact != 0 || value.exact != 0 ||
-         grad_out.exact != 0;
+  return scores_need_exact(p.call, query, key) || !enough_grads || p.marks[n] != 0 || value.exact != 0 || grad_out.exact != 0;
 }
 __device__ __forceinline__ bool any_needs_exact(const SplitHalfExactBackwardParams& p, int64_t key_head) {
   bool any = false;
   for (int64_t head = 0; head < p.call.key_group; ++head) any = any || needs_exact(p, key_head * p.call.key_group + head);
   return any;
 }
-
-// What both kernels make of a matrix.
-struct ExactHead {
-  const BackwardParams& call;
-  int64_t n, mask_offset;
-  KeyRange range;
-
-  __device__ __forceinline__ ExactHead(const BackwardParams& call, int64_t n)
-      : call(call),
-        n(n),
-        mask_offset(call.mask_type == MaskType::kNone ? 0 : batch_offset(call.batch, call.mask, n, 0)),
-        range(key_range(call.sequence, n, call.S)) {}
-
-  // Rows of an operand, from one on.
-  __device__ __forceinline__ ExactRows rows_of(const MatrixView& view, int first, int64_t end) const {
-    const float* g_matrix = static_cast<const float*>(view.data) + batch_offset(call.batch, view, n, 0);
-    return {g_matrix + first * view.row_stride, view.row_stride, view.col_stride, static_cast<int>(end) - first};
-  }
-  // Of a product; -inf where the row does not see the key.
-  __device__ __forceinline__ float score(float product, int row, int key) const {
-    float x[1] = {product};
-    if (row >= call.L || key >= range.end_of_row(row)) return negative_infinity(0.0f);
-    make_scores<float>(x, static_cast<float>(call.scale), call.mask, call.mask_type, mask_offset, range, row, key);
-    return x[0];
-  }
-  __device__ __forceinline__ bool keeps(int row, int key) const {
-    return call.dropout.seed == nullptr ||
-           (kept_of_quad(call.dropout, *call.dropout.seed, n, row, key / 4) >> key % 4 & 1) != 0;
-  }
-  __device__ __forceinline__ float keep_scale() const {
-    return call.dropout.seed == nullptr ? 1.0f : static_cast<float>(call.dropout.keep_scale);
-  }
-};
 
 __device__ __forceinline__ float probability(float score, float max, float sum) {
   return score == negative_infinity(0.0f) ? 0.0f : expf(score - max) / sum;
@@ -132,17 +91,20 @@ __global__ void __launch_bounds__(kExactThreads, 1)
     if (call.grad_lse.data != nullptr && exists) {
       delta -= head.rows_of(call.grad_lse, row, call.L).at(0, 0);
     }
-    const auto grad_of = [&](float weight, float grad) { return weight == 0.0f ? 0.0f : weight * (grad - delta); };
+    // Of 64 keys dS at a time, which store(place among them, dS) keeps.
+    const auto make_score_grads = [&](int first_key, auto store) {
+      float x[kExactOfThread], grads[kExactOfThread];
+      probabilities(first_key, x, grads);
+#pragma unroll
+      for (int i = 0; i < kExactOfThread; ++i) store(exact_place(i), x[i] == 0.0f ? 0.0f : x[i] * (grads[i] - delta));
+    };
     if (p.score_grads != nullptr) {
       float* g_grads = p.score_grads + (unit / groups * slice.row_count + slice_row + exact_row()) * p.pitch;
 #pragma unroll 1
       for (int first_key = 0; first_key < end; first_key += kExactKeys) {
-        float x[kExactOfThread], grads[kExactOfThread];
-        probabilities(first_key, x, grads);
-#pragma unroll
-        for (int i = 0; i < kExactOfThread; ++i) {
-          if (exists) g_grads[first_key + exact_place(i)] = grad_of(x[i], grads[i]);
-        }
+        make_score_grads(first_key, [&](int place, float grad) {
+          if (exists) g_grads[first_key + place] = grad;
+        });
         if (threadIdx.x == 0) {
           const int64_t row_blocks = (slice.row_count + kSplitHalfBlock - 1) / kSplitHalfBlock;
           const int64_t row_block = unit / groups * row_blocks + slice_row / kSplitHalfBlock;
@@ -157,12 +119,7 @@ __global__ void __launch_bounds__(kExactThreads, 1)
                     row * call.grad_query.row_stride;
 #pragma unroll 1
     for (int first_key = 0; first_key < end; first_key += kExactKeys) {
-      float x[kExactOfThread], grads[kExactOfThread];
-      probabilities(first_key, x, grads);
-#pragma unroll
-      for (int i = 0; i < kExactOfThread; ++i) {
-        s.weights[exact_row()][exact_place(i)] = grad_of(x[i], grads[i]);
-      }
+      make_score_grads(first_key, [&](int place, float grad) { s.weights[exact_row()][place] = grad; });
       multiply_weights(head.rows_of(call.key, first_key, end), E, s, [&](int col, float sum_of_keys) {
         if (!exists) return;
         float& stored = g_grad[col * call.grad_query.col_stride];

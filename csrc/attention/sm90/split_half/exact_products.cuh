@@ -1,7 +1,13 @@
-// Products in float on CUDA cores of 16 rows by 64, for what two half terms are not enough for: by 256 threads, 16 a row.
+// What two half terms are not enough for, in float on CUDA cores: what calls for it, a matrix's scores, and products of 16 rows by
+// 64, by 256 threads, 16 a row.
 #pragma once
 
 #include <cstdint>
+
+#include "attention/sm90/split_half/split_half.h"
+#include "attention/visibility/score_modifier.cuh"
+#include "device/common/batch.cuh"
+#include "device/common/random.cuh"
 
 namespace attention_ext {
 
@@ -20,6 +26,51 @@ struct ExactRows {
   int64_t row_stride, col_stride;
   int count;
   __device__ __forceinline__ float at(int row, int col) const { return data[row * row_stride + col * col_stride]; }
+};
+
+// The most that the terms of two matrices leave out of a product of their rows.
+__device__ __forceinline__ float left_out(const SplitHalfFacts& a, const SplitHalfFacts& b) {
+  return __uint_as_float(a.left_out) * __uint_as_float(b.norm) + __uint_as_float(b.left_out) * __uint_as_float(a.norm);
+}
+// Whether that may be more than independent errors of 2^-22 an element of query and key.
+__device__ __forceinline__ bool scores_need_exact(const ForwardParams& call, const SplitHalfFacts& query,
+                                                  const SplitHalfFacts& key) {
+  const float of_scores = fabsf(static_cast<float>(call.scale)) * kLog2E * left_out(query, key);
+  const bool enough = of_scores <= 0x1p-22f * sqrtf(static_cast<float>(call.E));  // false for NaN
+  return !enough || query.exact != 0 || key.exact != 0;
+}
+
+// What is made of a matrix.
+struct ExactHead {
+  const ForwardParams& call;
+  int64_t n, mask_offset;
+  KeyRange range;
+
+  __device__ __forceinline__ ExactHead(const ForwardParams& call, int64_t n)
+      : call(call),
+        n(n),
+        mask_offset(call.mask_type == MaskType::kNone ? 0 : batch_offset(call.batch, call.mask, n, 0)),
+        range(key_range(call.sequence, n, call.S)) {}
+
+  // Rows of an operand, from one on.
+  __device__ __forceinline__ ExactRows rows_of(const MatrixView& view, int first, int64_t end) const {
+    const float* g_matrix = static_cast<const float*>(view.data) + batch_offset(call.batch, view, n, 0);
+    return {g_matrix + first * view.row_stride, view.row_stride, view.col_stride, static_cast<int>(end) - first};
+  }
+  // Of a product; -inf where the row does not see the key.
+  __device__ __forceinline__ float score(float product, int row, int key) const {
+    float x[1] = {product};
+    if (row >= call.L || key >= range.end_of_row(row)) return negative_infinity(0.0f);
+    make_scores<float>(x, static_cast<float>(call.scale), call.mask, call.mask_type, mask_offset, range, row, key);
+    return x[0];
+  }
+  __device__ __forceinline__ bool keeps(int row, int key) const {
+    return call.dropout.seed == nullptr ||
+           (kept_of_quad(call.dropout, *call.dropout.seed, n, row, key / 4) >> key % 4 & 1) != 0;
+  }
+  __device__ __forceinline__ float keep_scale() const {
+    return call.dropout.seed == nullptr ? 1.0f : static_cast<float>(call.dropout.keep_scale);
+  }
 };
 
 __device__ __forceinline__ int exact_row() { return static_cast<int>(threadIdx.x) / kExactRowThreads; }

@@ -249,12 +249,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   if (threadIdx.x == 0) {
     mbarrier_init(shared_address(&shared.query_full), 1);
     mbarrier_init(shared_address(&shared.query_empty), 4 * Tile::kConsumers);
-    for (int slot = 0; slot < Tile::kSlots; ++slot) {
-      mbarrier_init(shared_address(&shared.full[slot]), 1);
-      mbarrier_init(shared_address(&shared.empty[slot]), 4 * Tile::kConsumers);
-    }
-    mbarrier_fence_init();
   }
+  init_ring(shared.full, shared.empty, 4 * Tile::kConsumers);
+  mbarrier_fence_init();
   wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
   if (warpgroup == Tile::kConsumers) {

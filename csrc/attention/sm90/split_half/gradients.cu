@@ -141,63 +141,51 @@ struct SplitHalfGradients {
   __device__ __forceinline__ int64_t row_blocks() const { return (p.slice.row_count + kBlock - 1) / kBlock; }
   __device__ __forceinline__ int col_blocks() const { return static_cast<int>(p.pitch / kBlock); }
 
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Tickets& tickets, const SplitHalfGradientsMaps& maps) const {
-    const unsigned end = lists.all();
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const SplitHalfGradientsMaps& maps, unsigned number) const {
     const int first_block = static_cast<int>(p.slice.col_begin) / kBlock;
-    TicketDrawer drawer(tickets, p.ticket, end, true);
+    for_each_place(number, [&](const Place& at) {
+      if (at.steps == 0) return;
+      if (at.of == kGradQuery) {
+        TensorPosition a = {{0, at.m, 0, first_block + at.k_begin / kBlock, static_cast<int>(at.slice_index)}};
+        TensorPosition b = {{at.col, at.k_begin, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
+        loader.template load<false, true, true>(maps.grad_rows, a, maps.key, b, at.steps);
+        return;
+      }
+      const bool is_value = at.of == kGradValue;
+      const CUtensorMap& map_a = is_value ? maps.weights : maps.grads;
+      const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
 #pragma unroll 1
-    for (unsigned number = drawer.draw(); number < end; number = drawer.draw()) {
-      for_each_place(number, [&](const Place& at) {
-        if (at.steps == 0) return;
-        if (at.of == kGradQuery) {
-          TensorPosition a = {{0, at.m, 0, first_block + at.k_begin / kBlock, static_cast<int>(at.slice_index)}};
-          TensorPosition b = {{at.col, at.k_begin, 0, static_cast<int>(matrix_of_slice(at.n, p.slice, p.group)), 0}};
-#pragma unroll 1
-          for (int step = 0; step < at.steps; ++step) loader.template load<false, true, true>(maps.grad_rows, a, maps.key, b);
-          return;
-        }
-        const bool is_value = at.of == kGradValue;
-        const CUtensorMap& map_a = is_value ? maps.weights : maps.grads;
-        const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
-#pragma unroll 1
-        for (int head = 0; head < heads(); ++head) {
-          const int matrix = static_cast<int>(at.slice_index) + head;
-          TensorPosition a = {{0, at.k_begin, 0, first_block + at.m / kBlock, matrix}};
-          TensorPosition b = {{at.col, at.k_begin, 0, matrix, 0}};
-#pragma unroll 1
-          for (int step = 0; step < at.steps; ++step) loader.template load<true, true, true>(map_a, a, map_b, b);
-        }
-      });
-    }
+      for (int head = 0; head < heads(); ++head) {
+        const int matrix = static_cast<int>(at.slice_index) + head;
+        TensorPosition a = {{0, at.k_begin, 0, first_block + at.m / kBlock, matrix}};
+        TensorPosition b = {{at.col, at.k_begin, 0, matrix, 0}};
+        loader.template load<true, true, true>(map_a, a, map_b, b, at.steps);
+      }
+    });
   }
 
-  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, Tickets& tickets, int row) const {
-    const unsigned end = lists.all();
-    TicketReader reader(tickets);
-#pragma unroll 1
-    for (unsigned number = reader.next(); number < end; number = reader.next()) {
-      for_each_place(number, [&](const Place& at) {
-        float product[Tile::kN / 2];
+  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, unsigned number, int row) const {
+    for_each_place(number, [&](const Place& at) {
+      float product[Tile::kN / 2];
 #pragma unroll
-        for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
-        int top = 0;
-        if (at.steps == 0) {
-          multiplier.let_follow();
+      for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
+      int top = 0;
+      if (at.steps == 0) {
+        multiplier.let_follow();
+      } else {
+        BlockPromotion<Tile> promotion = promotion_of(at, row);
+        promotion.read_next();
+        if (at.of == kGradQuery) {
+          multiplier.template multiply_terms<false, true>(product, at.steps, promotion);
         } else {
-          BlockPromotion<Tile> promotion = promotion_of(at, row);
-          promotion.read_next();
-          if (at.of == kGradQuery) {
-            multiplier.template multiply_terms<false, true>(product, at.steps, promotion);
-          } else {
-            multiplier.template multiply_terms<true, true>(product, at.steps * heads(), promotion);
-          }
-          top = promotion.top;
+          multiplier.template multiply_terms<true, true>(product, at.steps * heads(), promotion);
         }
-        wait_for_part_before(at, row);
-        if (at.steps > 0 || is_first(at)) store(at, row, top, product);
-        end_part(at, row);
-      });
-    }
+        top = promotion.top;
+      }
+      wait_for_part_before(at, row);
+      if (at.steps > 0 || is_first(at)) store(at, row, top, product);
+      end_part(at, row);
+    });
   }
 
   // Of a tile and a warpgroup: parts that have been added to the gradient; 0 before the launch and after it.
@@ -283,24 +271,19 @@ struct SplitHalfGradients {
 };
 
 template <class Tile>
-struct SplitHalfGradientsShared {
-  typename Tile::Shared tile;
-  Tickets tickets;
-};
-
-template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     split_half_gradients_kernel(const __grid_constant__ SplitHalfGradientsParams params,
                                 const __grid_constant__ SplitHalfGradientsMaps maps,
                                 const __grid_constant__ SplitHalfGradientLists<Tile> lists) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  SplitHalfGradientsShared<Tile>& shared = *reinterpret_cast<SplitHalfGradientsShared<Tile>*>(s_bytes);
-  if (threadIdx.x == 0) init_tickets(shared.tickets, 4 * Tile::kConsumers);
+  SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
   const SplitHalfGradients<Tile> work = {params, lists};
-  run_warpgroups<Tile>(
-      shared.tile, [&](StepLoader<Tile>& loader) { work.load(loader, shared.tickets, maps); },
-      [&](StepMultiplier<Tile>& multiplier, uint32_t, int row) { work.multiply(multiplier, shared.tickets, row); });
+  const auto load = [&](StepLoader<Tile>& loader, unsigned number) { work.load(loader, maps, number); };
+  const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned number, uint32_t, int row) {
+    work.multiply(multiplier, number, row);
+  };
+  run_by_tickets<Tile>(shared, params.ticket, lists.all(), true, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -350,8 +333,8 @@ cudaError_t launch(const SplitHalfGradientsParams& params, void* query_terms, vo
     constexpr int64_t kLeast = 4;  // steps
     lists.share = static_cast<unsigned>(std::max(ceil_div(lists.other_steps(), current_device_info().sms), kLeast));
   }
-  return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
-                                                                         params, maps, lists);
+  return launch_persistent<Tile, sizeof(SharedWithTickets<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
+                                                                  params, maps, lists);
 }
 
 }  // namespace

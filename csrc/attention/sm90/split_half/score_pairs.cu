@@ -72,8 +72,7 @@ struct ScorePairs {
       const auto load_product = [&](const CUtensorMap& map_a, const CUtensorMap& map_b, int64_t width) {
         TensorPosition a = {{0, at.slice_row, 0, static_cast<int>(at.slice_index), 0}};
         TensorPosition b = {{0, at.slice_col, 0, static_cast<int>(key_matrix(at)), 0}};
-#pragma unroll 1
-        for (int step = 0; step < steps(width); ++step) loader.template load<false, false>(map_a, a, map_b, b);
+        loader.template load<false, false>(map_a, a, map_b, b, steps(width));
       };
       load_product(maps.query, maps.key, p.weights.E);
       load_product(maps.grad_out, maps.value, p.grads.E);

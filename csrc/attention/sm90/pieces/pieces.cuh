@@ -21,6 +21,20 @@ struct KeyPieces {
   uint32_t first_group;
 };
 
+// What a thread leaves of a row: with col 0 its statistics; of O pairs of columns, 8 apart, from first_column + col on: pair(i).
+template <int kPairs, class Pair>
+__device__ __forceinline__ void leave_row(const KeyPieces& pieces, int64_t row, float reference, float sum, int first_column,
+                                          int col, const Pair& pair) {
+  if (first_column == 0 && col == 0) pieces.statistics[row] = make_float2(reference, sum);
+  if (sum == 0.0f) return;
+  float* g_row = pieces.out + row * pieces.pitch + first_column + col;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const float* r_pair = pair(i);
+    if (first_column + 8 * i < pieces.pitch) *reinterpret_cast<float2*>(g_row + 8 * i) = make_float2(r_pair[0], r_pair[1]);
+  }
+}
+
 // out and log-sum-exp of `groups` groups. unit: of the references, in scores; the scale where they are products.
 cudaError_t combine_pieces(const ForwardParams& params, const KeyPieces& pieces, int64_t groups, float unit,
                            cudaStream_t stream);
