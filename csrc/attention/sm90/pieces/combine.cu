@@ -2,8 +2,7 @@
 // where piece i has left O_i, the sum s_i of its weights and the reference of both (flash decoding).
 //
 // Grid: a CTA a row, of more than 256 columns one for each 128 of them; 256 threads. A thread takes a piece's statistics; then four
-// columns of every kLanes-th piece, where kLanes is 256 by the threads that the columns take: only of pieces that have left the
-// row, which their statistics say, so these are waited for first. All additions are in a fixed order.
+// columns of every kLanes-th piece, where kLanes is 256 by the threads that the columns take. All additions are in a fixed order.
 // Shared memory: 5 KB.
 #include "attention/sm90/pieces/pieces.cuh"
 #include "attention/softmax/online_softmax.cuh"
@@ -28,7 +27,6 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWarps = kThreads / 32, kLanes = kThreads / kColumns;
   constexpr int kAtOnce = 8;  // pieces whose reads are under way together
   __shared__ float s_factor[kThreads], s_warp[2][kWarps];
-  __shared__ uint32_t s_left[kWarps];  // a bit a piece: whether it has left the row
   __shared__ float4 s_out[kThreads];
   const uint32_t shares = (pieces.pitch + 4 * kColumns - 1) / (4 * kColumns), share = blockIdx.x % shares;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread / kColumns,
@@ -43,16 +41,7 @@ __global__ void __launch_bounds__(kThreads)
   wait_for_prerequisites();
 
   const float2 mine = thread < pieces.count ? pieces.statistics[place(thread)] : make_float2(negative_infinity(0.0f), 0.0f);
-  float reference = warp_max(mine.x);
-  const uint32_t left = __ballot_sync(0xffffffffu, mine.y != 0.0f);
-  if (thread % 32 == 0) {
-    s_warp[0][warp] = reference;
-    s_left[warp] = left;
-  }
-  __syncthreads();  // the warps' maxima are there, and which pieces have left the row
-  const auto has_row = [&](int piece) {
-    return piece < pieces.count && col < pieces.pitch && (s_left[piece / 32] >> piece % 32 & 1) != 0;
-  };
+  const auto has_row = [&](int piece) { return piece < pieces.count && col < pieces.pitch; };
   float4 held[kAtOnce];
   const auto read = [&](int from) {
 #pragma unroll
@@ -61,8 +50,11 @@ __global__ void __launch_bounds__(kThreads)
       if (has_row(piece)) held[i] = *reinterpret_cast<const float4*>(pieces.out + place(piece) * pieces.pitch + col);
     }
   };
-  read(lane);
+  read(lane);  // while the statistics come
 
+  float reference = warp_max(mine.x);
+  if (thread % 32 == 0) s_warp[0][warp] = reference;
+  __syncthreads();  // the warps' maxima are there
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) reference = maximum(reference, s_warp[0][w]);
   const float subtract = reference == negative_infinity(0.0f) ? 0.0f : reference;

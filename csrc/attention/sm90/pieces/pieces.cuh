@@ -14,24 +14,27 @@ namespace attention_ext {
 // Of `groups` groups of heads from first_group on. Row r of a group is query r / G of head r % G.
 struct KeyPieces {
   float* out;          // (groups, count, L * G, pitch): sums of weights times values, relative to the reference
-  float2* statistics;  // (groups, count, L * G): the reference, and the sum of the weights; where that is 0, out has no row
+  float2* statistics;  // (groups, count, L * G): the reference, and the sum of the weights
   int count;           // of pieces of the keys
   int blocks;          // of keys of a piece
   int pitch;           // of out, a multiple of 8
   uint32_t first_group;
 };
 
-// What a thread leaves of a row: with col 0 its statistics; of O pairs of columns, 8 apart, from first_column + col on: pair(i).
+// What a thread leaves of a row: with col 0 its statistics; of O pairs of columns, 8 apart, from first_column + col on: pair(i), but
+// zeros where no key was seen, whose values may be anything.
 template <int kPairs, class Pair>
 __device__ __forceinline__ void leave_row(const KeyPieces& pieces, int64_t row, float reference, float sum, int first_column,
                                           int col, const Pair& pair) {
   if (first_column == 0 && col == 0) pieces.statistics[row] = make_float2(reference, sum);
-  if (sum == 0.0f) return;
+  const bool any = sum != 0.0f;
   float* g_row = pieces.out + row * pieces.pitch + first_column + col;
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const float* r_pair = pair(i);
-    if (first_column + 8 * i < pieces.pitch) *reinterpret_cast<float2*>(g_row + 8 * i) = make_float2(r_pair[0], r_pair[1]);
+    if (first_column + 8 * i < pieces.pitch) {
+      *reinterpret_cast<float2*>(g_row + 8 * i) = make_float2(any ? r_pair[0] : 0.0f, any ? r_pair[1] : 0.0f);
+    }
   }
 }
 
