@@ -16,6 +16,5 @@ ROUTES: dict[tuple[int, int], dict[tuple[str, str, bool], tuple[tuple[str, int],
         ("half", "causal", True): (("cudnn", 128), ("flash", 32)),
         ("half", "causal, another width of values", True): (("cudnn", 192),),
         ("half", "causal, L and S apart", True): (("cudnn", 128), ("flash", 32)),
-        ("half", "bool mask", True): (("cudnn", 96),),
     },
 }

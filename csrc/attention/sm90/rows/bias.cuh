@@ -18,9 +18,10 @@ class RowsBias {
   static constexpr int kScores = Tile::kN / 2;
 
   // g_mask: the block's first key of the mask, which is key `first`; offset(i): to row i of the warp. keys: that the mask has from
-  // there on, a multiple of 8; for keys after these its last chunk is read again.
+  // there on, a multiple of 8; for keys after these its last chunk is read again. from_memory: as RowsOrder has it.
   template <class Offset>
-  __device__ __forceinline__ void read(uint32_t s_strip, const T* g_mask, Offset offset, int first, int keys) {
+  __device__ __forceinline__ void read(uint32_t s_strip, const T* g_mask, Offset offset, int first, int keys,
+                                       bool from_memory) {
     const int lane = threadIdx.x % 32, last = min(keys, Tile::kN) - 8;
     if constexpr (Tile::kBiasStrips) {
 #pragma unroll
@@ -33,10 +34,10 @@ class RowsBias {
         }
       }
       cp_async_commit();
-      // Of the block before it, which comes after, a line a lane into L2: from memory it takes long.
+      // Of the block before it, which comes after, a line a lane into L2, as it takes long from memory.
       constexpr int kLine = kLineBytes / sizeof(T), kLines = Tile::kN / kLine;
       static_assert(16 * kLines == 32, "a line a lane");
-      if (first > 0) prefetch_line(g_mask + offset(lane / kLines) + lane % kLines * kLine - Tile::kN);
+      if (from_memory && first > 0) prefetch_line(g_mask + offset(lane / kLines) + lane % kLines * kLine - Tile::kN);
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) chunks_[half].load(g_mask + offset(lane / 4 + 8 * half), keys);

@@ -29,6 +29,7 @@ class RowsConsumer {
 
   __device__ __forceinline__ void run(const RowsOrder& order) {
     if (Tile::kTurns && consumer_ == Tile::kConsumers - 1) pass_turn();  // warpgroup 0 has the first
+    mask_from_memory_ = order.mask_from_memory;
     RowsPlaces places(order.tiles);
 #pragma unroll 1
     while (places.next()) {
@@ -144,7 +145,8 @@ class RowsConsumer {
     if (Tile::kBiasStrips && block_ < 0) return;  // results leave through the strips next
     const int first = max(block_, 0) * Tile::kN, warp_row = row_ - threadIdx.x % 32 / 4;
     const auto offset = [&](int row) { return shared_.mask_row[warp_row + row]; };
-    bias_.read(own_strip(), static_cast<const T*>(p_.mask.data) + first, offset, first, static_cast<int>(p_.S) - first);
+    bias_.read(own_strip(), static_cast<const T*>(p_.mask.data) + first, offset, first, static_cast<int>(p_.S) - first,
+               mask_from_memory_);
   }
 
   // scores_ = Q K^T of the keys next in the ring, begun.
@@ -330,11 +332,12 @@ class RowsConsumer {
   const RowsWork<Tile>* work_;  // of this tile
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
-  uint32_t query_;       // the place of this tile's
-  int row_, col_;        // of this thread's first element in the tile's scores; the other row is 8 below
-  int block_;            // of keys, next in the ring
-  bool unmasked_;        // whether its scores are as they come
-  RowsBias<Tile> bias_;  // its bias, on its way or there
+  uint32_t query_;         // the place of this tile's
+  int row_, col_;          // of this thread's first element in the tile's scores; the other row is 8 below
+  int block_;              // of keys, next in the ring
+  bool unmasked_;          // whether its scores are as they come
+  bool mask_from_memory_;  // as RowsOrder has it
+  RowsBias<Tile> bias_;    // its bias, on its way or there
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];
   RowReference rows_[2];

@@ -17,6 +17,13 @@ inline int64_t sharers_of_mask(const ForwardParams& params) {
   return several && params.mask.batch_stride[0] == 0 ? params.batch.size[0] : 1;
 }
 
+inline int64_t elements_of_mask(const ForwardParams& params) {
+  int64_t elements = params.mask.row_stride != 0 ? params.L * params.S : params.S;
+  for (int dim = 0; dim < params.batch.count; ++dim)
+    elements *= params.mask.batch_stride[dim] != 0 ? params.batch.size[dim] : 1;
+  return elements;
+}
+
 template <class Tile, RowsKind kKind>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
@@ -28,14 +35,17 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   // Heads that are worked on together, no more than L2 keeps the keys and values of: of causal tiles the longest come first, but a
   // section lasts for some rounds over the SMs, as their loads only even out within one; and where leading batch dims share a mask
   // that heads do not share, L2 serves all but one reading of it.
-  constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8;
-  const int64_t head_bytes = params.S * (params.E + params.Ev) * static_cast<int64_t>(sizeof(typename Tile::T));
+  constexpr int64_t kSectionBytes = int64_t{32} << 20, kSectionRounds = 8, kElement = sizeof(typename Tile::T);
+  const int64_t head_bytes = params.S * (params.E + params.Ev) * kElement;
   const int64_t fitting = std::max<int64_t>(kSectionBytes / head_bytes, 1);
   const int64_t sharers = kKind == kPlain || Tile::kSplits ? 1 : sharers_of_mask(params);
   const int64_t section = params.sequence.causal ? std::max(fitting, ceil_div(kSectionRounds * sms * heads, grid.tiles))
                                                  : std::min(fitting, sharers);
-  RowsOrder order = {
-      static_cast<uint32_t>(grid.tiles), static_cast<int>(std::min(section, heads)), static_cast<uint32_t>(sharers), {}};
+  RowsOrder order = {static_cast<uint32_t>(grid.tiles),
+                     static_cast<int>(std::min(section, heads)),
+                     static_cast<uint32_t>(sharers),
+                     kKind == kBias && elements_of_mask(params) > kSectionBytes / kElement,
+                     {}};
 
   RowsMarks marks = {};
   if constexpr (kKind != kPlain) {

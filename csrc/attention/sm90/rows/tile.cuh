@@ -24,7 +24,8 @@ struct RowsOrder {
   uint32_t tiles;
   int heads_of_section;  // of key; 1: the tiles of a head are adjacent
   uint32_t sharers;  // heads in a row that read the same mask, one of each entry of the first batch dim; 1: in their own order
-  KeyPieces pieces;  // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
+  bool mask_from_memory;  // the mask is more than L2 holds
+  KeyPieces pieces;       // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
 };
 
 // One tile of work. It stays in shared memory, as registers are scarce.
