@@ -21,8 +21,8 @@ struct KeyPieces {
   uint32_t first_group;
 };
 
-// What a thread leaves of a row: with col 0 its statistics; of O pairs of columns, 8 apart, from first_column + col on: pair(i), but
-// zeros where no key was seen, whose values may be anything.
+// What a thread leaves of a row: with col 0 its statistics; of O pairs of columns, 8 apart, from first_column + col on: pair(i), or
+// zeros where the row sees no key.
 template <int kPairs, class Pair>
 __device__ __forceinline__ void leave_row(const KeyPieces& pieces, int64_t row, float reference, float sum, int first_column,
                                           int col, const Pair& pair) {
