@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Models of transformers and diffusers with "attention_ext" and with their default: JSON on stdout, progress on stderr.
 
-    python bench/clients.py [--only TEXT] [--device cuda] [--small] > bench/results/clients_<card>.json
+    python bench/clients.py [--only TEXT] [--device cuda] [--small] [--limit SECONDS] > bench/results/clients_<card>.json
 
 At the sizes that the libraries' configurations have by default, with random weights:
 
@@ -24,6 +24,7 @@ import datetime
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,6 +40,7 @@ __all__ = ["CASES", "measure"]
 Call = Callable[[], Tensor]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 IMPLEMENTATIONS = ("default", "attention_ext")
+LIMIT = 600.0  # seconds
 
 
 def gemma4(small: bool) -> torch.nn.Module:
@@ -200,12 +202,17 @@ def main() -> int:
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to try whether everything runs")
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds after which no further case is begun")
     args = parser.parse_args()
     common.DEVICE = torch.device(args.device)
     record: dict[str, Any] = about() | {"small": args.small, "clients": {}}
+    begin = time.monotonic()
     for name, case in CASES.items():
         if args.only in name:
-            row = attempt(lambda case=case: measure(case(args.small), most=2 if args.small else 10))
+            if time.monotonic() - begin > args.limit:
+                row: dict[str, Any] = {"not_available": f"not begun after {args.limit:.0f} s"}
+            else:
+                row = attempt(lambda case=case: measure(case(args.small), most=2 if args.small else 10))
             record["clients"][name] = row
             log(f"{name:52} {row.get('not_available') or round(row['ratio'], 3)}")
     json.dump(record, sys.stdout, indent=1)

@@ -34,3 +34,14 @@ def test_the_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     assert clients.main() == 0
     record = json.loads(capsys.readouterr().out)
     assert list(record["clients"]) == ["gemma4 forward, 4096 tokens, bfloat16"] and record["small"] and record["card"] == "none"
+
+
+def test_cases_beyond_the_limit_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(common, "DEVICE", common.DEVICE)
+    monkeypatch.setattr(sys, "argv", ["clients.py", "--small", "--device", "cpu", "--limit", "5"])
+    ticks = iter((0.0, 4.0, *[6.0] * len(clients.CASES)))
+    monkeypatch.setattr(clients, "measure", lambda calls, most: {"ratio": 1.5})
+    monkeypatch.setattr(clients.time, "monotonic", lambda: next(ticks))
+    assert clients.main() == 0
+    first, *others = json.loads(capsys.readouterr().out)["clients"].values()
+    assert first == {"ratio": 1.5} and others == [{"not_available": "not begun after 5 s"}] * (len(clients.CASES) - 1)
