@@ -8,42 +8,32 @@ Problem 97 of level 1 in float16 and float32, problem 84 of level 2 in float32, 
 ratio, PyTorch's time over ours, and how far the two results are apart, relative to the largest value.
 """
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from common import attempt, in_turns, log
+from loader import script  # of tests/support, which common.py puts on the path
 from torch import Tensor
 
 __all__ = ["PROBLEMS", "measure"]
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples" / "kernelbench"
+FOLDER = "examples/kernelbench"
 Calls = dict[str, Callable[[], Tensor]]
 
 
-def _example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _problem97(dtype: torch.dtype) -> Calls:
-    example = _example("level1_problem97")
+    example = script("level1_problem97.py", FOLDER)
     model, inputs = example.ModelNew(*example.get_init_inputs()), example.get_inputs(dtype)
     return {"ours": lambda: model(*inputs), "torch": lambda: F.scaled_dot_product_attention(*inputs)}
 
 
 def _problem84() -> Calls:
     """In training mode: the harness never calls eval()."""
-    example = _example("level2_problem84")
+    example = script("level2_problem84.py", FOLDER)
     (x,) = example.get_inputs()
     model = example.ModelNew(*example.get_init_inputs()).to(x.device)
     return {"ours": lambda: model(x), "torch": lambda: torch.softmax(model.scale * model.bn(model.gemm(x)), 1)}

@@ -16,7 +16,7 @@ from shapes import SHAPES
 
 OPS = torch.ops.attention_ext
 RECORDED = json.loads((ROOT / "bench" / "results" / "kernels" / "nvidia_h200.json").read_text())["shapes"]
-# Where the choice is beyond 5 % of the best: by both kernels' estimates memory bounds it, so they are equal.
+# Where the choice is beyond 5 % of the best: who splits keys follows from the head dims, so that bits do not depend on the batch.
 BEYOND = {"1 32 4 1 8192 512 512 bf16 -"}
 
 

@@ -9,23 +9,23 @@ import kernelbench
 import pytest
 import torch
 
-SMALL = {"level1_problem97": {"num_heads": 2, "sequence_length": 8, "embedding_dimension": 16}}
-SMALL["level2_problem84"] = {"in_features": 24, "out_features": 40}
+SMALL = {"level1_problem97.py": {"num_heads": 2, "sequence_length": 8, "embedding_dimension": 16}}
+SMALL["level2_problem84.py"] = {"in_features": 24, "out_features": 40}
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny sizes, and a clock of the host in place of the card's."""
-    whole = kernelbench._example
+    whole = kernelbench.script
 
-    def example(name: str) -> object:
-        module = whole(name)
+    def example(name: str, folder: str) -> object:
+        module = whole(name, folder)
         for size, value in SMALL[name].items():
             monkeypatch.setattr(module, size, value)
         return module
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kernelbench, "_example", example)
+    monkeypatch.setattr(kernelbench, "script", example)
     monkeypatch.setattr(kernelbench, "in_turns", lambda calls: {who: 1.0 + len(call().shape) for who, call in calls.items()})
 
 
@@ -36,7 +36,7 @@ def test_a_row(name: str) -> None:
     assert row["max_difference"] < (1e-3 if "float16" in name else 1e-5)
 
 
-def test_a_wrong_result_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_shows() -> None:
     calls = kernelbench.PROBLEMS["level 1 problem 97, float32"]()
     assert kernelbench.measure(calls | {"ours": lambda: 2 * calls["torch"]()})["max_difference"] == pytest.approx(1.0)
 
