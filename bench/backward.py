@@ -1,4 +1,5 @@
-"""Gradients of a case, of its bias too: ours beside PyTorch's default and the formula in three calls. A part of record.py."""
+"""Gradients of a case, of its bias too: ours beside PyTorch's default, up to head dim 256 its fused back ends for half precision,
+and the formula in three calls. A part of record.py."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from cases import MOST_BACK_END, Case
-from common import DEVICE, attempt, log, naive, own_kernels, time_ms
+from common import DEVICE, attempt, by_back_end, log, naive, own_kernels, time_ms
 from torch import Tensor
 
 __all__ = ["measure"]
@@ -19,8 +20,8 @@ MOST_SCORES = 10e9  # bytes of a score matrix, of which three calls under autogr
 def measure(case: Case) -> dict[str, dict[str, Any]]:
     """By the names of the forward's entries, milliseconds of the backward alone, and under "both" of forward and backward.
 
-    "three_calls" has neither where the formula has a mask or too large a score matrix or ran out of memory. "tflops" is of ours,
-    the backward alone, by five products where the forward has two.
+    "three_calls" has neither where the formula has a mask or too large a score matrix or ran out of memory, and a back end where
+    it does not take the case. "tflops" is of ours, the backward alone, by five products where the forward has two.
     """
     leaves = [t.requires_grad_() for t in case.inputs(str(DEVICE))]
     options = case.options(str(DEVICE))
@@ -34,6 +35,7 @@ def measure(case: Case) -> dict[str, dict[str, Any]]:
     }
     if case.E <= MOST_BACK_END:
         calls["own"] = own_kernels(case, q, k, v, mask=mask)
+    calls |= {name: by_back_end(name, q, k, v, **options) for name in case.fused_back_ends}
     if mask is None and case.scores * case.dtype.itemsize <= MOST_SCORES:
         calls["three_calls"] = naive(case, q, k, v)[0]
     times = {name: attempt(partial(both_ways, call, leaves)) for name, call in calls.items()}

@@ -17,6 +17,7 @@ MASKS = {
     "headbias": "query's dtype (1, Hq, L, S)",
 }
 MOST_BACK_END = 256  # head dim up to which sdpa may run PyTorch's back ends
+FUSED = ("torch_flash", "torch_cudnn")  # PyTorch's fastest back ends, of half precision up to that head dim: names of common.py
 BOOL_MASKS = [name for name, what in MASKS.items() if what.startswith("bool")]
 
 
@@ -44,6 +45,11 @@ class Case:
     def flop(self) -> float:
         """2 B Hq L S (E + Ev), half of it when causal."""
         return 2.0 * self.B * self.Hq * self.L * self.S * (self.E + self.Ev) * (0.5 if self.causal else 1.0)
+
+    @property
+    def fused_back_ends(self) -> tuple[str, ...]:
+        """Those of FUSED that may take the case."""
+        return FUSED if self.dtype != torch.float32 and self.E <= MOST_BACK_END else ()
 
     @property
     def scores(self) -> int:
@@ -107,6 +113,7 @@ CASES = [
     Case("d192", 1, 16, 16, 8192, 8192, 192, BF16),
     Case("d192v128", 1, 16, 16, 8192, 8192, 192, BF16, Ev=128),
     Case("d128c", 2, 32, 8, 8192, 8192, 128, BF16, causal=True),
+    Case("d128c_mha", 2, 16, 16, 8192, 8192, 128, BF16, causal=True),
     Case("d128", 2, 16, 16, 8192, 8192, 128, BF16),
     Case("d64", 4, 16, 16, 4096, 4096, 64, FP16),
     Case("dec512", 8, 32, 4, 1, 8192, 512, BF16, cold_l2=True),
@@ -114,8 +121,8 @@ CASES = [
 ]
 
 BACKWARD = (
-    "kb97", "d1024", "d768", "g512", "g512c", "g512cgqa", "d384", "vae1024", "d256c", "d128c", "d128", "d64",
-    "kb97_f32", "d128_f32", "d64_f32",
+    "kb97", "d1024", "d768", "g512", "g512c", "g512cgqa", "d384", "vae1024",
+    "d256c", "d192v128", "d128c", "d128c_mha", "d128", "d64", "kb97_f32", "d128_f32", "d64_f32",
 )  # fmt: skip
 
 # Timed in the backward alone, with the gradient of the bias.

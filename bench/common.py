@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from cases import Case
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_ext import _measure
 
@@ -20,9 +22,11 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"
 import error_rule
 
 __all__ = [
+    "BACK_ENDS",
     "Sample",
     "at_peak",
     "attempt",
+    "by_back_end",
     "error_rule",
     "extra_memory",
     "first_line",
@@ -40,6 +44,12 @@ REST = 0.25  # seconds
 TURNS, TURN_MS, MOST_CALLS, MOST_MS = 3, 6.0, 50, 36.0
 T = TypeVar("T")
 ERRORS = ("max_abs_error", "relative_frobenius_error")
+BACK_ENDS = {
+    "torch_math": SDPBackend.MATH,
+    "torch_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch_flash": SDPBackend.FLASH_ATTENTION,
+    "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
+}
 
 
 def log(text: str) -> None:
@@ -146,6 +156,16 @@ def own_kernels(case: Case, *operands: Tensor, mask: Tensor | None = None, **opt
     """The call by sdpa_forward: by this package's own kernels, as its gradient is, also where sdpa runs PyTorch's back ends."""
     forward = torch.ops.attention_ext.sdpa_forward
     return lambda: forward(*operands, mask, None, 0.0, case.causal, enable_gqa=case.Hk != case.Hq, **options)[0]
+
+
+def by_back_end(name: str, *operands: Tensor, **options: Any) -> Callable[[], Tensor]:
+    """The call by one of PyTorch's back ends, of BACK_ENDS; it fails where that does not take it."""
+
+    def call() -> Tensor:
+        with sdpa_kernel(BACK_ENDS[name]):
+            return F.scaled_dot_product_attention(*operands, **options)
+
+    return call
 
 
 def at_peak(call: Callable[[], T]) -> tuple[int, T]:

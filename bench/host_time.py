@@ -6,11 +6,13 @@
 Microseconds a call as the caller waits for it: calls are queued without waiting for the device, which is idle before each batch of
 them. The medians of batches that are taken in turns. `operator` is torch.ops.attention_ext.*, `function` attention_ext.*, and
 `ratio` the slower of both over PyTorch's, which is not to be above `goal`. On CUDA: a small problem for which PyTorch's operator
-runs, and one that a kernel of this package runs; both without and with a gradient, in inference mode and compiled. On the CPU: a
-tiny call, and the linear operators beside what they replace.
+runs, and one that a kernel of this package runs; both without and with a gradient, in inference mode and compiled; and single
+calls, each of a length that the process has not seen, for which cuDNN builds a plan: by own kernels beside cuDNN, by sdpa beside
+PyTorch's default. On the CPU: a tiny call, and the linear operators beside what they replace.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -22,7 +24,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import log
+from common import by_back_end, log
 from torch import Tensor
 
 import attention_ext
@@ -35,17 +37,20 @@ SDPA = {
     "torch": F.scaled_dot_product_attention,
 }
 BATCH = 50  # calls; each launches few kernels, and CUDA queues a thousand
+WARM_UP = 2  # batches that are not counted
+FIRST = 9  # first calls at new shapes that are counted
 
 
 @dataclass(frozen=True)
 class Row:
-    """Calls of the same result, by who makes them, and the goal for the ratio of ours to PyTorch's."""
+    """Calls of the same result, by who makes them, and the goal for the ratio of ours to PyTorch's; `most` batches can be taken."""
 
     name: str
     calls: dict[str, Callable[[], Any]]
     goal: float
     mode: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
     batch: int = BATCH
+    most: int | None = None
 
 
 def _qkv(shape: tuple[int, ...], dtype: torch.dtype, device: str, grad: bool = False) -> list[Tensor]:
@@ -80,6 +85,37 @@ def _sdpa(
         yield rows_of("compiled", program, "compiled", mode=torch.no_grad)
 
 
+def _first_calls(device: str, cudnn: str = "torch_cudnn") -> Iterator[Row]:
+    """Single calls with tensors that are there, of lengths that no call before had."""
+    lengths = itertools.count(520, 8)
+
+    def each(operator: Callable[..., Tensor], gradients: bool) -> Callable[[], Any]:
+        def made() -> tuple[list[Tensor], Tensor]:
+            shape = (1, 8, next(lengths), 64)
+            return _qkv(shape, torch.bfloat16, device, gradients), torch.randn(shape, dtype=torch.bfloat16, device=device)
+
+        unseen = iter([made() for _ in range(WARM_UP + FIRST)])
+
+        def call() -> Any:
+            tensors, grad = next(unseen)
+            out = operator(*tensors)
+            return torch.autograd.grad(out, tensors, grad) if gradients else out
+
+        return call
+
+    def own(*tensors: Tensor) -> Tensor:
+        return torch.ops.attention_ext.sdpa_forward(*tensors, None, None, 0.0, False)[0]
+
+    by_whom = {
+        "own kernels beside cuDNN": ({"operator": own, "torch": lambda *tensors: by_back_end(cudnn, *tensors)()}, 0.1),
+        "sdpa beside the default": ({"function": SDPA["function"], "torch": SDPA["torch"]}, 1.3),
+    }
+    for who, (operators, goal) in by_whom.items():
+        for way, gradients in (("forward", False), ("forward and backward", True)):
+            calls = {name: each(operator, gradients) for name, operator in operators.items()}
+            yield Row(f"{device}, first call at a new shape, {who}, {way}", calls, goal, batch=1, most=FIRST)
+
+
 def _linear(rows: int, features: int) -> Iterator[Row]:
     x, weight, bias = torch.randn(rows, features), torch.randn(features, features) * features**-0.5, torch.randn(features)
     mean, var, one = torch.zeros(features), torch.ones(features), torch.ones(())
@@ -112,6 +148,7 @@ def rows(device: str, compiled: bool = True) -> Iterator[Row]:
         goals = {"plain": 1.3, "forward": 2.0, "both": 1.3, "compiled": 1.15}
         yield from _sdpa("cuda, PyTorch's kernel", (1, 8, 128, 64), torch.bfloat16, "cuda", goals, compiled)
         yield from _sdpa("cuda, our kernel", (1, 8, 128, 512), torch.bfloat16, "cuda", goals, compiled)
+        yield from _first_calls("cuda")
     goals = dict.fromkeys(("plain", "forward", "both"), 2.0) | {"compiled": 1.15}
     yield from _sdpa("cpu, tiny", (1, 1, 4, 8), torch.float32, "cpu", goals, compiled)
     yield from _linear(128, 1024)
@@ -130,10 +167,10 @@ def measure(row: Row, turns: int) -> dict[str, Any]:
     """{"name", "operator", "function", "torch", "ratio", "goal", "kept"}; times in microseconds."""
     times: dict[str, list[float]] = {who: [] for who in row.calls}
     with row.mode():
-        for turn in range(turns + 2):  # the first two warm up
+        for turn in range(WARM_UP + min(turns, row.most or turns)):
             for who, call in row.calls.items():
                 taken = _microseconds(call, row.batch)
-                if turn >= 2:
+                if turn >= WARM_UP:
                     times[who].append(taken)
     found = {who: round(statistics.median(own), 2) for who, own in times.items()}
     ratio = max(value for who, value in found.items() if who != "torch") / found["torch"]

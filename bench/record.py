@@ -10,7 +10,6 @@ case by this package's own kernels.
     --cases NAME...  names or sets (class512, class1024, class256, float32, decode, biasgrad) of bench/cases.py, lin84 of
                      bench/linear_cases.py (a linear layer, in training, evaluation and its product alone), all by default
     --quick          forward cases only: ours, PyTorch's default, the three calls without a compiler; no error rule
-    --peers          FFPA's figures too, where ffpa_attn can be imported (bench/peers.py)
 """
 
 import argparse
@@ -24,25 +23,30 @@ from typing import Any
 import backward
 import linear_cases
 import memory
-import peers
 import pipelines
 import torch
 import torch.nn.functional as F
 from cases import BACKWARD, BIAS_GRADIENTS, CASES, MOST_BACK_END, SETS, Case, choose
-from common import DEVICE, Sample, attempt, extra_memory, log, naive, own_kernels, three_calls, time_ms, within_rule
+from common import (
+    BACK_ENDS,
+    DEVICE,
+    Sample,
+    attempt,
+    by_back_end,
+    extra_memory,
+    log,
+    naive,
+    own_kernels,
+    three_calls,
+    time_ms,
+    within_rule,
+)
 from errors import error_table
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attention_ext
 
 OPS = torch.ops.attention_ext
-BACKENDS = {
-    "torch_math": SDPBackend.MATH,
-    "torch_efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "torch_flash": SDPBackend.FLASH_ATTENTION,
-    "torch_cudnn": SDPBackend.CUDNN_ATTENTION,
-}
 MOST_SCORES = 20e9  # bytes of a score matrix that still is worth writing down
 
 
@@ -77,7 +81,8 @@ def measure(case: Case, call: Callable[[], Tensor], sample: Sample, ceilings: di
 
 
 def rivals(case: Case, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], quick: bool) -> dict[str, Callable[[], Any]]:
-    """Rows beside ours and PyTorch's default, each to be tried: the three calls, and above E = 256 PyTorch's back ends."""
+    """Rows beside ours and PyTorch's default, each to be tried: the three calls and PyTorch's back ends, of which up to E = 256
+    the fused ones for half precision, timed like ours."""
     out: dict[str, Callable[[], Any]] = {}
     large, plain = case.E > 256, case.Hk == case.Hq and not case.causal
     if case.scores * case.dtype.itemsize <= MOST_SCORES and (large or plain):
@@ -91,15 +96,10 @@ def rivals(case: Case, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any],
                 return measure(case, lambda: compiled(q, k, v), **given)
 
             out["naive_compiled"] = with_compiler
-    for name, backend in BACKENDS.items() if large and not quick else ():
+    for name in () if quick else BACK_ENDS if large else case.fused_back_ends:
         if name == "torch_math" and case.scores * 4 > MOST_SCORES:  # it computes in float32
             continue
-
-        def with_backend(backend: SDPBackend = backend, **given: Any) -> dict[str, Any]:
-            with sdpa_kernel([backend]):
-                return measure(case, lambda: F.scaled_dot_product_attention(q, k, v, **options), most=3, **given)
-
-        out[name] = with_backend
+        out[name] = partial(measure, case, by_back_end(name, q, k, v, **options), most=3 if large else 30)
     return out
 
 
@@ -148,9 +148,7 @@ def compared(case: Case, sample: Sample, rows: dict[str, Any]) -> dict[str, Any]
     }
 
 
-def fill(
-    record: dict[str, Any], cases: dict[str, Case], linear: list[linear_cases.LinearCase], quick: bool, with_peers: bool
-) -> None:
+def fill(record: dict[str, Any], cases: dict[str, Case], linear: list[linear_cases.LinearCase], quick: bool) -> None:
     """Measures everything into the record, part by part."""
     record["error_rule"], record["forward"] = [], {}
     with torch.no_grad():
@@ -178,8 +176,6 @@ def fill(
         for layer in linear:
             for part in linear_cases.PARTS:
                 record["linear"][f"{layer.name} {part}"] = linear_cases.measure(layer, part, quick)
-    if with_peers:
-        record["peers"] = peers.measure(cases, record)
 
 
 def main() -> int:
@@ -187,7 +183,6 @@ def main() -> int:
     names = [case.name for case in (*CASES, *BIAS_GRADIENTS, *linear_cases.LINEAR_CASES)]
     parser.add_argument("--cases", nargs="*", default=names)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--peers", action="store_true")
     args = parser.parse_args()
     linear, names = linear_cases.choose(args.cases)
     cases = {case.name: case for case in choose(names)}
@@ -200,7 +195,7 @@ def main() -> int:
         "built_for": attention_ext._libraries.BUILD.built_for,
     }
     try:
-        fill(record, cases, linear, args.quick, args.peers)
+        fill(record, cases, linear, args.quick)
     except Exception as error:  # what was measured until then is worth having
         traceback.print_exc()
         record["failed"] = f"{type(error).__name__}: {error}"

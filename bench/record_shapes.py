@@ -1,5 +1,7 @@
 """Device time over bench/shapes.py, ours beside PyTorch's default, as JSON: `python bench/record_shapes.py class512 class1024`.
 
+Ours is sdpa; up to head dim 256, where it may run PyTorch's back ends, it is sdpa_forward: this package's own kernels.
+
 A call is captured into a CUDA graph as often as fits a millisecond, 20 times at most, so that what the host does for it does not
 count, and little of what the beginning of a graph takes; the graph is replayed: ms is the median over two turns of five replays
 each. Errors are those of the captured call on 16 rows of each of four heads. The shapes run in a process of their own, and after
@@ -21,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from cases import Case
+from cases import MOST_BACK_END, Case
 from choice import choice_summary, planned
 from common import Sample, error_rule, first_line, log, within_rule
 from shapes import SHAPES
@@ -30,11 +32,22 @@ from torch import Tensor
 import attention_ext
 
 DEVICE, OPS = "cuda", torch.ops.attention_ext
-OPERATORS = {"ours": OPS.sdpa, "torch": F.scaled_dot_product_attention}
+
+
+def own(q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, is_causal: bool, enable_gqa: bool) -> Tensor:
+    return OPS.sdpa_forward(q, k, v, attn_mask, None, 0.0, is_causal, enable_gqa=enable_gqa)[0]
+
+
+OPERATORS = {"ours": OPS.sdpa, "own": own, "torch": F.scaled_dot_product_attention}
 LEAST_MS, MOST_CALLS, REPLAYS, TURNS = 1.0, 20, 5, 2
 MOST_PROCESSES = 6
 NAMED = ("name", "ratio", "ms", "torch_ms", "kernel")  # of the slowest shape
 SLOWER = 1 / 1.05  # ratio below which ours counts as slower
+
+
+def operators(shape: Case) -> dict[str, Callable[..., Tensor]]:
+    """Of ours and of PyTorch's."""
+    return {"ours": OPERATORS["own" if shape.E <= MOST_BACK_END else "ours"], "torch": OPERATORS["torch"]}
 
 
 class Captured:
@@ -91,11 +104,14 @@ def measure(shape: Case) -> dict[str, Any]:
     q, k, v = shape.inputs(DEVICE)
     options = shape.options(DEVICE)
     sample = Sample(shape, q, k, v, options["attn_mask"], rows=16)
-    row["kernel"] = attention_ext.explain(q, k, v, **options).kernel
+    if shape.E <= MOST_BACK_END:
+        row["kernel"] = OPS.sdpa_plan(q, k, v, options["attn_mask"], 0.0, shape.causal, enable_gqa=options["enable_gqa"])[0]
+    else:
+        row["kernel"] = attention_ext.explain(q, k, v, **options).kernel
     captured: dict[str, Captured] = {}
     times: dict[str, list[float]] = {}
     errors: dict[str, dict[str, float]] = {}
-    for who, operator in OPERATORS.items():
+    for who, operator in operators(shape).items():
         try:
             captured[who] = Captured(lambda operator=operator: operator(q, k, v, **options))
             times[who] = captured[who].times()
@@ -130,7 +146,7 @@ def measure_gradients(shape: Case) -> dict[str, Any]:
     leaves = [t.requires_grad_() for t in shape.inputs(DEVICE)]
     options = shape.options(DEVICE)
     grad = torch.randn(shape.B, shape.Hq, shape.L, shape.Ev, device=DEVICE, dtype=shape.dtype)
-    for who, operator in OPERATORS.items():
+    for who, operator in operators(shape).items():
         try:
             out = operator(*leaves, **options)
             call = Captured(lambda out=out: torch.autograd.grad(out, leaves, grad, retain_graph=True))
@@ -164,7 +180,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def worker(name: str, start: int) -> int:
     """Prints a line of JSON for each shape from `start` on; ends early, with 3, when the device is lost."""
-    of_gradients = name == "gradients"
+    of_gradients = name.startswith("gradients")
     # A backward runs on the stream of its forward, and only a stream other than the default one can be captured.
     own_stream = torch.cuda.stream(torch.cuda.Stream()) if of_gradients else contextlib.nullcontext()
     with torch.set_grad_enabled(of_gradients), own_stream:

@@ -1,5 +1,6 @@
 """Fixed shapes on which ours must not be slower than PyTorch's default: 100 of 256 < E <= 512, 60 of 512 < E <= 1024, 16 of
-decoding, and 60 of the first two whose gradients are compared.
+decoding, and 60 of the first two whose gradients are compared. Up to head dim 256, where the goal is to be no slower either, 80
+drawn at random, forward and gradients, by this package's own kernels.
 
 A line is B Hq Hk L S E Ev dtype kind; kind is "-", "causal" or one of cases.MASKS. PyTorch's default takes at most about 15 ms for
 each on an H100 (115 TFLOP/s there; with grouped queries it multiplies in float32 with all scores in memory). Keys under a mask come
@@ -227,6 +228,29 @@ DECODING = """
 1 8 8 32 4096 576 576 fp16 -
 """
 
+# What bounds a list's time: 2 B Hq L S (E + Ev) and B Hq L S of a shape that is drawn.
+FEWEST_FLOP, MOST_FLOP, MOST_SCORES = 2e9, 4e11, 4e8
+
+
+def drawn(count: int, seed: int) -> list[Case]:
+    """Shapes without a mask, the same for the same seed: E and Ev from 32 to 256, a third of them with Ev != E, lengths from 64 to
+    8192 of any parity, two of five with L = S, and as many causal; half with one sequence, half with grouped queries."""
+    draw, shapes = random.Random(seed), {}
+    while len(shapes) < count:
+        B, Hk, group = draw.choice((1, 1, 2, 5)), draw.choice((1, 2, 3, 8, 16)), draw.choice((1, 1, 1, 2, 4, 8))
+        L, S = (round(2 ** draw.uniform(6, 13)) for _ in range(2))
+        E, Ev = (8 * draw.randint(4, 32) for _ in range(2))
+        kind, dtype = draw.choice(("-", "-", "-", "causal", "causal")), draw.choice(tuple(DTYPES))
+        equal, square = draw.random() < 0.7, draw.random() < 0.4
+        line = f"{B} {Hk * group} {Hk} {L} {L if square else S} {E} {E if equal else Ev} {dtype} {kind}"
+        (shape,) = parse(line)
+        flop = 2.0 * shape.scores * (shape.E + shape.Ev)
+        if FEWEST_FLOP < flop < MOST_FLOP and shape.scores < MOST_SCORES:
+            shapes[line] = shape
+    return list(shapes.values())
+
+
 SHAPES = {"class512": parse(CLASS512), "class1024": parse(CLASS1024), "decoding": parse(DECODING)}
 # Of these the gradients of q, k and v: 60 drawn from the first two lists.
 SHAPES["gradients"] = random.Random(60).sample(SHAPES["class512"] + SHAPES["class1024"], 60)
+SHAPES["class256"] = SHAPES["gradients256"] = drawn(80, 256)

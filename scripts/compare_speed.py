@@ -4,9 +4,10 @@
     python scripts/compare_speed.py OLD NEW [--turns 5] [--slower 1.02] [--cases NAME...]
 
 OLD and NEW are folders with an installed wheel each. A process for each stays alive, and the two measure call by call in turns, so
-that both see the same clocks and temperatures. Calls: bench's cases forward and backward and its lists of shapes, all by own
-kernels (sdpa_forward); the linear layer's cases; and the host time of eager calls of sdpa in microseconds. A line for each call
-whose median is more than --slower times the old one; exits with 1 if there is one. The JSON of all goes to stdout.
+that both see the same clocks and temperatures. Calls: bench's cases forward and backward and its lists of shapes, those of
+gradients backward, all by own kernels (sdpa_forward); the linear layer's cases; and the host time of eager calls of sdpa in
+microseconds. A line for each call whose median is more than --slower times the old one; exits with 1 if there is one. The JSON of
+all goes to stdout.
 """
 
 import argparse
@@ -58,8 +59,9 @@ def calls() -> Iterator[tuple[str, Callable[[], Callable[[], Any]], bool]]:
         if case.flop < 5e12 and not case.cold_l2:
             yield f"backward {case.name}", lambda case=case: backward(case), False
     for name, shapes in SHAPES.items():
+        way = backward if name.startswith("gradients") else forward
         for case in shapes:
-            yield f"{name}: {case.name}", lambda case=case: forward(case), False
+            yield f"{name}: {case.name}", lambda case=case, way=way: way(case), False
     for layer in linear_cases.LINEAR_CASES:
         for part in linear_cases.PARTS:
             yield (
