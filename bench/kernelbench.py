@@ -22,7 +22,7 @@ from torch import Tensor
 __all__ = ["PROBLEMS", "measure"]
 
 FOLDER = "examples/kernelbench"
-# Of the largest difference: in float32 the benchmark's own tolerance; in float16 one unit in the last place of the largest value for
+# Of the largest difference: in float32 the benchmark's own tolerance; in float16 a unit in the last place of the largest value for
 # each of the two results, a fifth of the benchmark's 1e-2.
 LIMITS = {torch.float16: 2 * torch.finfo(torch.float16).eps, torch.float32: 1e-4}
 Calls = dict[str, Callable[[], Tensor]]

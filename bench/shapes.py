@@ -12,7 +12,7 @@ import random
 import torch
 from cases import Case
 
-__all__ = ["SHAPES"]
+__all__ = ["SHAPES", "drawn", "parse"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -62,8 +62,8 @@ def shapes_sound(record: dict[str, Any]) -> bool:
 
 
 def parts_sound(record: dict[str, Any]) -> bool:
-    """What ran of the parts came to its end, no call of ours failed, and KernelBench's results are those of its Model. How fast, and
-    what an option costs, is another matter."""
+    """What ran of the parts came to its end, no call of ours failed, and KernelBench's results are its Model's. How fast, and what
+    an option costs, is another matter."""
     rows = [row for name in ("everyday", "variants") for row in record.get(name, {}).get("rows", ())]
     rows += record.get("kernelbench", ())
     failed = any("ours_failed" in row or "not_available" in row or not row.get("within_limit", True) for row in rows)

@@ -11,6 +11,7 @@ from typing import Any
 from cells import short, table
 from everyday_tables import EVERYDAY_TABLES, everyday_text
 from evidence import of_the_same_csrc
+from peer_tables import peers_table, peers_text
 from speed_chart import points
 
 __all__ = ["CHART", "README_TABLES", "TABLES", "title"]
@@ -159,19 +160,6 @@ def linear_table(record: dict[str, Any]) -> list[str]:
     return table(f"{header} | extra memory, MiB: ours, PyTorch's", lines)
 
 
-def ffpa_table(record: dict[str, Any]) -> list[str]:
-    lines = []
-    for name, case in record["forward"].items():
-        if row := timed(case).get("ffpa"):
-            ours = row["ours_ms_in_between"]
-            lines.append([name, passes(row), short(ours), f"`{case['kernel']}`", f"{row['ms'] / ours:.2f}"])
-    for name, case in record.get("backward", {}).items():
-        if "backward" in (row := case.get("ffpa", {})):
-            ours = row["ours_backward"]
-            lines.append([f"{name}, backward", short(row["backward"]), short(ours), "", f"{row['backward'] / ours:.2f}"])
-    return table(f"case | FFPA {record.get('peers', {}).get('ffpa_attn', '')}, ms | ours, ms | kernel | ratio", lines)
-
-
 def summary_text(name: str, summary: dict[str, Any]) -> str:
     """What came of a list of shapes."""
     slowest = summary["slowest"]
@@ -281,7 +269,8 @@ def highlights_table(record: dict[str, Any]) -> list[str]:
         both = (found["attention_ext"], found["torch"])
         rows.append([what, *map(first, both), f"{case['ratio_to_torch']:.2f}", first(found.get("naive")), mib(*both)])
     lines = table("call | ours, ms | PyTorch, ms | times as fast | three calls, ms | extra memory, MiB: ours, PyTorch's", rows)
-    return lines + (["", text] if (text := everyday_text(record)) else [])
+    text = " ".join(filter(None, (everyday_text(record), peers_text(record))))
+    return lines + (["", text] if text else [])
 
 
 README_TABLES: dict[str, Callable[..., list[str]]] = {"chart": chart_text, "highlights": highlights_table}
@@ -292,7 +281,7 @@ TABLES: dict[str, Callable[..., list[str]]] = README_TABLES | {
     "backward": backward_table,
     "linear": linear_table,
     "shapes": shapes_table,
-    "ffpa": ffpa_table,
+    "peers": peers_table,
     "checks": checks_table,
     "cpu": cpu_table,
     **EVERYDAY_TABLES,

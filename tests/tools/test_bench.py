@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import subprocess
-import sys
-import types
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,6 @@ import cases
 import common
 import evidence
 import memory
-import peers
 import pytest
 import record_shapes
 import torch
@@ -24,7 +20,7 @@ import torch.nn.functional as F
 import training
 from cases import CASES, MASKS, SETS, Case
 from choice import planned
-from shapes import SHAPES
+from shapes import SHAPES, drawn
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, **operators: Any) -> dict[str, Any
     monkeypatch.setattr(record_shapes, "DEVICE", "cpu")
     for name, operator in operators.items():
         monkeypatch.setitem(record_shapes.OPERATORS, name, operator)
-    return record_shapes.measure(small(mask="pad"))
+    return record_shapes.measure(small(mask="pad", E=264, Ev=264))
 
 
 def broken(*args: Any, **options: Any) -> torch.Tensor:
@@ -207,7 +203,45 @@ def test_gradients_of_shapes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 def test_the_plan_takes_every_shape_of_the_gradients() -> None:
     shapes = SHAPES["gradients"]
     assert len(set(shapes)) == 60 and set(shapes) <= {*SHAPES["class512"], *SHAPES["class1024"]}
-    assert all(planned(shape, table="backward").kernel for shape in shapes)
+    assert all(planned(shape, table="backward").kernel for shape in (*shapes, *SHAPES["gradients256"]))
+
+
+def test_drawn_shapes() -> None:
+    """The same every time, of all kinds, by own kernels, and in all no more work than a minute allows."""
+    shapes = SHAPES["class256"]
+    assert shapes == SHAPES["gradients256"] == drawn(80, 256) != drawn(80, 1) and len(set(shapes)) == 80
+    assert all(32 <= width <= 256 and width % 8 == 0 for shape in shapes for width in (shape.E, shape.Ev))
+    assert all(64 <= length <= 8192 for shape in shapes for length in (shape.L, shape.S))
+    assert all(shape.dtype.itemsize == 2 and shape.mask is None and shape.Hq % shape.Hk == 0 for shape in shapes)
+    assert {shape.dtype for shape in shapes} == {torch.float16, torch.bfloat16}
+    kinds = {
+        "Ev": [shape.Ev != shape.E for shape in shapes],
+        "causal": [shape.causal for shape in shapes],
+        "fewer queries": [shape.L < shape.S for shape in shapes],
+        "more queries": [shape.L > shape.S for shape in shapes],
+        "causal, fewer": [shape.causal and shape.L < shape.S for shape in shapes],
+        "causal, more": [shape.causal and shape.L > shape.S for shape in shapes],
+        "grouped": [shape.Hq > shape.Hk for shape in shapes],
+        "one sequence": [shape.B == 1 for shape in shapes],
+        "odd": [shape.S % 2 == 1 for shape in shapes],
+        **{f"up to {E}": [E - 64 < shape.E <= E for shape in shapes] for E in (64, 128, 192, 256)},
+    }
+    assert all(8 <= sum(of) <= 60 for of in kinds.values()), {kind: sum(of) for kind, of in kinds.items()}
+    assert sum(2 * shape.scores * (shape.E + shape.Ev) for shape in shapes) < 5e12
+    asked = [record_shapes.operators(shape)["ours"] for shape in (*shapes, *SHAPES["class512"])]
+    assert asked == [record_shapes.own] * 80 + [record_shapes.OPERATORS["ours"]] * 100
+
+
+def test_a_shape_by_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The row says which kernel of this package it was, also where sdpa would run PyTorch's."""
+    monkeypatch.setattr(record_shapes, "Captured", Eager)
+    monkeypatch.setattr(record_shapes, "DEVICE", "cpu")
+    plans: list[dict[str, Any]] = []
+    ops = torch.ops.attention_ext
+    fakes = {"sdpa_plan": lambda *_, **options: (plans.append(options), ("sm90_256", "why", 0, False))[1], "kernels": lambda _: []}
+    monkeypatch.setattr(record_shapes, "OPS", SimpleNamespace(sdpa=broken, sdpa_forward=ops.sdpa_forward, **fakes))
+    row = record_shapes.measure(small(Ev=16, Hk=2, causal=True, dtype=torch.float16))
+    assert row["kernel"] == "sm90_256" and row["within_rule"] and row["ratio"] == 1.0 and plans == [{"enable_gqa": True}]
 
 
 def test_a_lost_device_costs_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,29 +260,13 @@ def test_a_lost_device_costs_one_shape(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["class512", "gradients"])
-def test_a_shape_under_a_graph(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(SHAPES, name, [Case("graph", 1, 2, 2, 65, 80, 264, torch.bfloat16, mask="bias")])
+@pytest.mark.parametrize(("name", "E"), [("class512", 264), ("gradients", 264), ("class256", 136), ("gradients256", 136)])
+def test_a_shape_under_a_graph(name: str, E: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(SHAPES, name, [Case("graph", 1, 2, 2, 65, 80, E, torch.bfloat16, mask="bias")])
     assert record_shapes.worker(name, 0) == 0
     row = json.loads(capsys.readouterr().out)
     assert row["ms"] > 0 and row["torch_ms"] > 0 and row["finite"] and row["kernel"], row
-    assert name == "gradients" or (row["calls"] > 1 and row["within_rule"]), row
-
-
-def test_peers_take_what_they_are_timed_on() -> None:
-    assert {case.name for case in CASES if peers.takes(case)} == {*SETS["class512"], "dec512"}
-    assert not peers.takes(small(E=512, dtype=torch.float16, causal=True))
-    assert "not_available" in peers.measure({}, {"forward": {}}) or importlib.util.find_spec("ffpa_attn")
-
-
-def test_peers_go_into_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ffpa_attn", types.SimpleNamespace(__version__="1", ffpa_attn_func=None, CuTeDSLBackend=str))
-    monkeypatch.setattr(peers, "_row", lambda case, func, backend: {"ms": case.E})
-    monkeypatch.setattr(peers, "_backward_row", lambda case, func, backend: {"backward": case.E})
-    record: dict = {"forward": {name: {"rows": {}} for name in ("g512", "d64")}, "backward": {"g512": {}, "d64": {}}}
-    assert peers.measure({case.name: case for case in CASES}, record)["ffpa_attn"] == "1"
-    assert record["forward"] == {"g512": {"rows": {"ffpa": {"ms": 512}}}, "d64": {"rows": {}}}
-    assert record["backward"] == {"g512": {"ffpa": {"backward": 512}}, "d64": {}}
+    assert name.startswith("gradients") or (row["calls"] > 1 and row["within_rule"]), row
 
 
 def test_training_in_small(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

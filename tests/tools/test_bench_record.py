@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import backward
+import cases
 import common
 import errors
 import evidence
@@ -136,6 +137,46 @@ def test_gradients_of_a_case(monkeypatch: pytest.MonkeyPatch, case: Case) -> Non
     assert "three_calls" not in entry and "no room" in entry["not_available"]["three_calls"]
 
 
+def test_pytorchs_back_ends_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to head dim 256 and in half precision those that are fused, in both directions; one that fails costs its own figures."""
+    asked: list[str] = []
+
+    def by_back_end(name: str, *operands: torch.Tensor, **options: Any) -> Any:
+        asked.append(name)
+        return (
+            Mock(side_effect=RuntimeError("no kernel"))
+            if name == "torch_flash"
+            else lambda: F.scaled_dot_product_attention(*operands, **options)
+        )
+
+    for module in (record, backward):
+        monkeypatch.setattr(module, "DEVICE", torch.device("cpu"))
+        monkeypatch.setattr(module, "by_back_end", by_back_end)
+    monkeypatch.setattr(record, "measure", lambda case, call, **given: (call(), ROW | given)[1])
+    monkeypatch.setattr(backward, "time_ms", lambda call: (call(), 2.0)[1])
+    case = Case("small", 1, 4, 2, 30, 48, 24, torch.float16, causal=True)
+    rows = record.rivals(case, *case.inputs("cpu"), {"is_causal": True, "enable_gqa": True}, False)
+    assert list(rows) == asked == ["torch_flash", "torch_cudnn"] and rows["torch_cudnn"]()["most"] == 30
+    assert record.rivals(case, *case.inputs("cpu"), {}, True) == {}, "a quick run has none"
+    entries = backward.measure(case)
+    for entry in entries.values():
+        assert entry["torch_cudnn"] == entry["both"]["torch_cudnn"] == 2.0
+        assert "no kernel" in entry["not_available"]["torch_flash"] and "torch_flash" not in entry
+    assert list(entries) == ["small", "small own"]
+    wide = Case("wide", 1, 2, 2, 8, 9, 264, torch.float16)
+    assert {*record.rivals(wide, *wide.inputs("cpu"), {}, False)} == {"naive", "naive_compiled", *common.BACK_ENDS}
+    assert not wide.fused_back_ends and not Case("float", 1, 2, 2, 8, 9, 64, torch.float32).fused_back_ends
+    missing = {name for name in ("d64", "d128", "d128c", "d256c", "d192v128", "d128c_mha") if name not in cases.BACKWARD}
+    assert not missing and set(cases.FUSED) < set(common.BACK_ENDS)
+    small = case.inputs("cpu")
+    torch.testing.assert_close(
+        common.by_back_end("torch_math", *small, enable_gqa=True)(),
+        common.own_kernels(Case("small", 1, 4, 2, 30, 48, 24, torch.float16), *small)(),
+        rtol=1e-2,
+        atol=1e-2,
+    )
+
+
 def test_errors_of_own_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """By name where sdpa may run PyTorch's, of all four results."""
     monkeypatch.setattr(errors, "DEVICE", torch.device("cpu"))
@@ -219,7 +260,7 @@ def test_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{ours} {found['torch_efficient']['not_available']}." in sentences["one"]
 
 
-@pytest.mark.parametrize("lost", [None, "error_table", "stages", "peers"])
+@pytest.mark.parametrize("lost", [None, "error_table", "stages"])
 def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, lost: str | None) -> None:
     """What came before is printed, the linear cases behind all of attention's."""
     broken = Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory\nmore of it"))
@@ -237,16 +278,15 @@ def test_a_part_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch, capsy
         for name, value in values.items():
             monkeypatch.setattr(module, name, broken if name == lost else lambda *_, value=value: value)
     monkeypatch.setattr(record.linear_cases, "measure", lambda *_: {"within_rule": True})
-    monkeypatch.setattr(record.peers, "measure", broken if lost == "peers" else lambda *_: {})
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "card")
-    monkeypatch.setattr("sys.argv", ["record.py", "--cases", "kb97", "g512", "biasgrad", "lin84", "--peers"])
+    monkeypatch.setattr("sys.argv", ["record.py", "--cases", "kb97", "g512", "biasgrad", "lin84"])
     code = record.main()
     found = script("gpu_check").last_json(capsys.readouterr().out)
     assert code == int(lost is not None) and list(found["forward"]) == ["kb97"] and found["ceilings"] == {"x": 1.0}
     assert ("OutOfMemoryError" in found.get("failed", "")) == (lost is not None) and evidence.bench_sound(found) == (lost is None)
     assert ("stages_sm90_pipeline" in found) == (lost != "stages")
-    assert list(found.get("peaks", {})) == (["g512"] if lost in (None, "peers") else [])
-    assert list(found.get("backward", {})) == (["kb97"] if lost in (None, "peers") else [])
-    assert len(found.get("linear", {})) == (3 if lost in (None, "peers") else 0)
+    assert list(found.get("peaks", {})) == (["g512"] if lost is None else [])
+    assert list(found.get("backward", {})) == (["kb97"] if lost is None else [])
+    assert len(found.get("linear", {})) == (3 if lost is None else 0)
     assert not evidence.bench_sound({"bench_failed": True, "error_rule": []})
     assert lost is not None or not evidence.bench_sound(found | {"error_rule": [{"within_rule": False}]})

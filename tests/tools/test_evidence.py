@@ -42,6 +42,7 @@ def test_what_passes() -> None:
         {"everyday_failed": True},
         {"host_time_failed": True},
         {"kernelbench": [{"not_available": "out of memory"}]},
+        {"kernelbench": [{"max_difference": 0.1, "limit": 1e-4, "within_limit": False}]},
         {"everyday": {"rows": [{"name": "a"}, {"ours_failed": "out of memory"}], "left_out": 0}},
         {"variants": {"rows": [{"not_available": "out of memory"}], "left_out": 0}},
         {"linear": {}},

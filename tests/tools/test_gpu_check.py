@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import evidence
+import gpu_tests
 import pytest
 import sanitizers
 from loader import script
@@ -90,7 +91,8 @@ def test_two_cards_in_a_new_record_and_in_a_full_run(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("cards", "visible"), [(1, None), (2, None), (2, "4,7")])
 def test_the_second_card_is_for_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cards: int, visible: str | None) -> None:
-    """The first is timed; the parts come after the tests, the tests of two cards with both last."""
+    """The first is timed; the parts come after the tests, the lists of shapes at the same time on the second card, the host's times
+    alone after that, and the tests of two cards with both last."""
     module, done = script("gpu_check"), []
 
     def run(what: str, result: Any) -> Any:
@@ -103,13 +105,51 @@ def test_the_second_card_is_for_tests(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(tmp_path), "--skip-sanitizer", "--examples", "0"])
     module.main()
     first, second = (visible or "0,1").split(",") if cards > 1 else (None, None)
-    tests = (f"{module.PROCESSES} shares", second)
-    timed = [("record", first), *[("record_shapes", first)] * len(module.LISTS), *((part, first) for part in evidence.PARTS)]
-    assert [one for one in done if one in timed] == timed and done.count(tests) == 1
+    tests = (f"{gpu_tests.PROCESSES} shares", second)
+    parts, lists = [(part, first) for part in evidence.PARTS], [("record_shapes", second)] * len(module.LISTS)
     if cards > 1:
-        assert done.index(tests) < done.index(timed[-1]) and done[-1] == ("two cards", visible) and len(done) == len(timed) + 2
+        assert done[:2] in ([("record", first), tests], [tests, ("record", first)])
+        assert [one for one in done[2:] if one != lists[0]] == [*parts, ("two cards", visible)] and parts[-1][0] == "host_time"
+        assert done.count(lists[0]) == len(lists) and done[-2] == parts[-1]
     else:
-        assert done == [*timed, tests]
+        assert done == [("record", first), *lists, *parts, tests]
+
+
+def test_tests_of_a_command_before_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A second command adds a list and other libraries' rows to a whole record, which is complete after it."""
+    module, asked = script("gpu_check"), []
+
+    def run_bench(name: str, options: list[str], env: dict[str, str]) -> tuple[int, dict[str, Any] | None]:
+        asked.append((name, *options))
+        if name != "peers":
+            return benched(name, options)
+        path = Path(options[1])
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"peers": {"fa4": "1"}}))
+        return 0, None
+
+    def check(*arguments: str) -> dict[str, Any]:
+        monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(tmp_path), "--commit", "c", *arguments])
+        assert module.main() == 0
+        return json.loads((tmp_path / "some_card.json").read_text())
+
+    tests = [ET.fromstring('<testcase classname="tests.test_a" name="t"/>')]
+    monkeypatch.setattr(module, "install", lambda wheel: ({}, about(TREE, 1) | {"uuid": "GPU-1"}))
+    monkeypatch.setattr(module, "run_bench", run_bench)
+    monkeypatch.setattr(module, "run_tests", lambda *_: tests)
+    monkeypatch.setattr(module, "run_sanitizer", lambda *_: {"clean": True})
+    monkeypatch.setattr(module, "run_randomised", lambda examples, env: {"asked": examples, "count": examples, "failed": 0})
+    first = check("--shapes", *module.LISTS[:-1])
+    assert not first["complete"] and first["gpu_tests"]["tests"] == 1
+    asked.clear()
+    tests.clear()
+    monkeypatch.setattr(module, "run_sanitizer", lambda *_: pytest.fail("it was not asked for"))
+    whole = check("--continue", "--skip-tests", "--skip-sanitizer", "--examples", "0", "--peers")
+    assert [(name, *options[:1]) for name, *options in asked] == [("record_shapes", module.LISTS[-1]), ("peers", "--into")]
+    assert whole["complete"] and whole["sound"] and whole["peers"] == {"fa4": "1"} and "checked_on" not in whole
+    assert {name: whole[name] for name in ("gpu_tests", "sanitizer", "randomised")} == {
+        name: first[name] for name in ("gpu_tests", "sanitizer", "randomised")
+    }
+    assert whole["seconds"]["tests_and_sanitizers"] == first["seconds"]["tests_and_sanitizers"]
 
 
 def test_continue(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -36,6 +36,22 @@ def test_a_row_measured() -> None:
     assert found["ratio"] == pytest.approx(slower / found["torch"], abs=1e-3) and found["kept"] == (found["ratio"] <= row.goal)
 
 
+def test_first_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has a length that none before it had, also those of others; own kernels next to cuDNN, sdpa next to the default."""
+    monkeypatch.setattr(host_time, "FIRST", 2)
+    rows = list(host_time._first_calls("cpu", "torch_math"))
+    assert [list(row.calls) for row in rows] == [["operator", "torch"]] * 2 + [["function", "torch"]] * 2
+    for row in rows:
+        gradients = row.name.endswith("and backward")
+        lengths = [results(call())[0].size(-2) for call in row.calls.values()]
+        assert len(set(lengths)) == 2 and gradients == isinstance(row.calls["torch"](), tuple)
+    (fresh, *_) = host_time._first_calls("cpu", "torch_math")
+    found = host_time.measure(fresh, turns=50)
+    assert found["operator"] > 0 and found["kept"] == (found["ratio"] <= fresh.goal)
+    with pytest.raises(StopIteration):
+        fresh.calls["torch"]()  # all of them were new
+
+
 def test_the_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["host_time.py", "--only", "tiny, nothing", "--turns", "1", "--no-compile"])

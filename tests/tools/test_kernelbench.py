@@ -33,12 +33,14 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row(name: str) -> None:
     row = kernelbench.measure(kernelbench.PROBLEMS[name]())
     assert row["ours"] == row["torch"] == (5.0 if "97" in name else 3.0) and row["ratio"] == 1.0
-    assert row["max_difference"] < (1e-3 if "float16" in name else 1e-5)
+    assert row["max_difference"] < (1e-3 if "float16" in name else 1e-5) < row["limit"] <= 2e-3 and row["within_limit"]
 
 
 def test_a_wrong_result_shows() -> None:
     calls = kernelbench.PROBLEMS["level 1 problem 97, float32"]()
-    assert kernelbench.measure(calls | {"ours": lambda: 2 * calls["torch"]()})["max_difference"] == pytest.approx(1.0)
+    row = kernelbench.measure(calls | {"ours": lambda: 2 * calls["torch"]()})
+    assert row["max_difference"] == pytest.approx(1.0) and not row["within_limit"]
+    assert not kernelbench.measure(calls | {"ours": lambda: torch.nan * calls["torch"]()})["within_limit"]
 
 
 def test_the_record(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,6 +60,7 @@ PARTS = {
     ],
     "kernelbench": [
         {"name": "level 1", "ours": 2.0, "torch": 5.0, "ratio": 2.5, "max_difference": 1.5e-6},
+        {"name": "wrong", "ours": 2.0, "torch": 5.0, "ratio": 2.5, "max_difference": 0.25, "limit": 1e-4, "within_limit": False},
         {"name": "level 2", "not_available": "out of memory"},
     ],
 }
@@ -210,14 +211,43 @@ def test_everyday_calls() -> None:
     assert "masked rows, not measured" in unknown and "gradients not finite: not measured" in unknown
 
 
-def test_ffpa_both_ways() -> None:
-    row = {"ms": 3.0, "ms_second_pass": 3.1, "ours_ms_in_between": 2.0}
-    entry = H100["forward"]["g512"]
-    record = {"forward": {"g512": entry | {"rows": entry["rows"] | {"ffpa": row}}}, "peers": {"ffpa_attn": "1.0"}}
-    record |= {"backward": {"g512": {"ffpa": {"backward": 9.0, "ours_backward": 4.5}}, "d384": {"ffpa": {"not_available": "no"}}}}
-    lines = tables.ffpa_table(record)
-    assert lines[0].startswith("| case | FFPA 1.0, ms") and "| 1.50 |" in lines[2]
-    assert lines[3:] == ["| g512, backward | 9.00 | 4.50 |  | 2.00 |"]
+def test_other_libraries_both_ways() -> None:
+    """Each next to ours of its own process, PyTorch's back ends next to ours of the record; by own kernels where they are apart."""
+    row, ours = {"ms": 3.0, "ms_second_pass": 3.1, "ours_ms_in_between": 2.0}, {"attention_ext": {"ms": 1.5}}
+    lost = {"not_available": "no"}
+    forward = {
+        "g512": {"kernel": "sm90_512", "rows": ours | {"ffpa": row, "torch_cudnn": lost}},
+        "d64": {"kernel": "torch: cudnn", "rows": ours | {"torch": {"ms": 1.0}}},
+        "d64 own": {"kernel": "sm90_256", "rows": ours | {"fa4": row | {"ms": 1.8}, "torch_cudnn": {"ms": 3.0}}},
+    }
+    back = {"backward": 9.0, "ours_backward": 4.5}
+    backward = {
+        "g512": {"attention_ext": 4.0, "ffpa": back},
+        "d384": {"attention_ext": 4.0, "ffpa": lost},
+        "d64": {"attention_ext": 4.0, "torch_flash": 2.0},
+        "d64 own": {"attention_ext": 4.0, "torch_flash": 2.0, "fa4": back | {"ours_backward": 10.0}},
+    }
+    record = {"forward": forward, "backward": backward, "peers": {"ffpa_attn": "1.0", "flash_attn_4": "4"}}
+    columns = ("FFPA 1.0", "FlashAttention-4 4", "PyTorch's cuDNN", "PyTorch's FlashAttention-2")
+    assert tables.peers_table(record) == [
+        f"| case | kernel | ours, ms | {' | '.join(f'{name}, ms (times ours)' for name in columns)} |",
+        "|---|---|---|---|---|---|---|",
+        "| g512 | `sm90_512` | 1.50 | 3.00 (1.50) |  |  |  |",
+        "| d64 own | `sm90_256` | 1.50 |  | 1.80 (0.90) | 3.00 (2.00) |  |",
+        "| g512, backward |  | 4.00 | 9.00 (2.00) |  |  |  |",
+        "| d64 own, backward |  | 4.00 |  | 9.00 (0.90) |  | 2.00 (0.50) |",
+    ]
+    ffpa, fa4 = (
+        "FFPA 1.0 takes 1.50 to 1.50 times our time forward, 2.00 to 2.00",
+        "FlashAttention-4 4 takes 0.90 to 0.90 times our time",
+    )
+    assert (
+        tables.peers_text(record)
+        == f"In one process, {ffpa} times our time backward; {fa4} forward, 0.90 to 0.90 times our time backward."
+    )
+    assert tables.peers_text({"forward": {"d64": forward["d64"]}}) == "" == "".join(tables.peers_table({"forward": {}}))
+    with_peers = text_of("highlights", H100 | record | {"linear": {}} | {"forward": H100["forward"] | {"g512": forward["g512"]}})
+    assert with_peers.endswith("times our time backward.") and "In one process, FFPA 1.0 takes" in with_peers
 
 
 def test_options_and_host_time() -> None:
@@ -229,8 +259,9 @@ def test_options_and_host_time() -> None:
     made, of_functions = text_of("host_time", PARTS).splitlines()[-2:]
     assert made == "| tiny | 16.0 | 12.0 | 8.0 | **2.00** (1.3) |"
     assert of_functions == "| linear |  | 8.0 | 8.0 | 1.00 (1.05) |"
-    assert text_of("kernelbench", PARTS).splitlines()[-2:] == [
+    assert text_of("kernelbench", PARTS).splitlines()[-3:] == [
         "| level 1 | 2.00 | 5.00 | 2.50 | 1.5e-06 |",
+        "| wrong | 2.00 | 5.00 | 2.50 | **2.5e-01** (1e-04) |",
         "| level 2 | not measured: out of memory |  |  |  |",
     ]
 
