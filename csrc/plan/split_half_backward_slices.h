@@ -17,6 +17,7 @@ struct SplitHalfBackwardSizes {
   int64_t N, L, S, E, Ev;
   int64_t group;  // query heads per head of key and of value
   bool causal;
+  bool fused;  // may do without scores in memory: split_half_backward_fuses
 
   bool operator==(const SplitHalfBackwardSizes&) const = default;
   int64_t keys_of_rows(int64_t end) const { return causal ? std::min(S, end) : S; }  // that rows before `end` see
@@ -26,6 +27,13 @@ struct SplitHalfBackwardSizes {
 // Whether scores are made twice, first for what their rows need, instead of kept as floats: 20 bytes of a score less against both
 // products again. By the estimate that would pay up to 256; measure it there first.
 constexpr bool split_half_scores_twice(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 128; }
+
+// Whether two kernels can make the gradients without scores in memory: sums of dK and of dV, scores and their gradients, and terms
+// of these are what registers hold up to head dim 64.
+constexpr bool split_half_backward_fuses(int64_t E, int64_t Ev, bool dropout, bool mask_grad) {
+  return std::max(E, Ev) <= 64 && !dropout && !mask_grad;
+}
+constexpr int64_t kSplitHalfRecordBytes = 768;  // of 64 queries, SplitHalfQueryRecord
 
 // Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting: some into so many parts; or
 // all, into an equal share for every SM.
@@ -39,6 +47,7 @@ struct SplitHalfGradientParts {
 // matrices, the ticket and its like, and numbers of all rows for what is made anew, which outlast slices; then a slice's arrays.
 // Gradients that span slices are carried in the gradients themselves.
 struct SplitHalfBackwardSlices {
+  bool fused;  // whole matrices, without scores in memory
   int64_t row_begin, rows;
   int64_t matrices;  // with all rows whole groups or an equal part of one
   int64_t all_keys;  // that these rows see
@@ -46,7 +55,7 @@ struct SplitHalfBackwardSlices {
   int64_t key_matrices;
   int64_t pitch;  // of scores
   int64_t marks_at, largest_at, ticket_at, exact_at, parts_at, query_at, grad_out_at, key_at, value_at, exponents_at,
-      weights_at, grads_at, segments_at, deltas_at, row_values_at, tiles_at;
+      weights_at, grads_at, segments_at, deltas_at, row_values_at, tiles_at, records_at;
   int64_t cleared;     // of these, before the first slice
   int64_t part_bytes;  // of counts of parts, cleared as well
   SplitHalfGradientParts parts;
@@ -72,6 +81,7 @@ class SplitHalfBackwardPlanner {
   // The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
   SplitHalfBackwardPlan plan() {
     offer({most_matrices(0, sizes_.L)});
+    if (sizes_.fused) offer({most_fused_matrices()});
     if (sizes_.causal) {  // rows see different numbers of keys: more matrices of the first
       for (int64_t count : {2, 4}) {
         const int64_t rows = round_up(ceil_div(sizes_.L, count), kSplitHalfTile);
@@ -100,8 +110,9 @@ class SplitHalfBackwardPlanner {
 
  private:
   // keys: of a piece, if there are as many.
-  SplitHalfBackwardSlices slices(int64_t matrices, int64_t row_begin, int64_t rows, int64_t keys) const {
+  SplitHalfBackwardSlices slices(int64_t matrices, int64_t row_begin, int64_t rows, int64_t keys, bool fused = false) const {
     SplitHalfBackwardSlices slices = {};
+    slices.fused = fused;
     slices.row_begin = row_begin;
     slices.rows = rows;
     slices.matrices = matrices;
@@ -121,13 +132,18 @@ class SplitHalfBackwardPlanner {
     slices.ticket_at = place(4);
     slices.cleared = at;
     slices.exact_at = place(times(sizes_.N, sizes_.L, 16));
-    slices.part_bytes = 8 * (query_tiles(slices) + key_tiles(slices));
+    slices.part_bytes = fused ? 0 : 8 * (query_tiles(slices) + key_tiles(slices));
     slices.parts_at = place(slices.part_bytes);
     slices.query_at = place(matrices * rows * slice_pitch(sizes_.E) * 4);
     slices.grad_out_at = place(matrices * rows * slice_pitch(sizes_.Ev) * 4);
     slices.key_at = place(slices.key_matrices * slices.keys * slice_pitch(sizes_.E) * 4);
     slices.value_at = place(slices.key_matrices * slices.keys * slice_pitch(sizes_.Ev) * 4);
     slices.exponents_at = place(2 * (slices.row_blocks() + slices.key_blocks()) * 4);
+    slices.records_at = place(fused ? slices.row_blocks() * kSplitHalfRecordBytes : 0);
+    if (fused) {
+      slices.bytes = at;
+      return slices;
+    }
     slices.weights_at = place(matrices * rows * slices.pitch * 4);
     slices.grads_at = place(matrices * rows * slices.pitch * 4);
     slices.segments_at = place(matrices * rows * (slices.pitch / kSegment) * 8);
@@ -161,6 +177,18 @@ class SplitHalfBackwardPlanner {
     for (int64_t part = group - 1; part > 0 && best.ns == 0; --part) {
       if (group % part == 0) consider(part);
     }
+    return best;
+  }
+
+  // Slices of about as many groups each, of as many as fit, without scores.
+  SplitHalfBackwardSlices most_fused_matrices() const {
+    const int64_t group = sizes_.group, groups = sizes_.N / group;
+    const auto of = [&](int64_t count) { return slices(count * group, 0, sizes_.L, sizes_.keys(), true); };
+    const int64_t one = of(1).bytes, more = std::max<int64_t>(of(2).bytes - one, 1);
+    int64_t most = one > cap_ ? 1 : std::min(groups, (cap_ - one) / more + 1);
+    while (most > 1 && !fits(of(most))) --most;  // places are rounded up
+    SplitHalfBackwardSlices best = of(ceil_div(groups, ceil_div(groups, most)));
+    best.ns = fused_ns(best);
     return best;
   }
 
@@ -282,6 +310,27 @@ class SplitHalfBackwardPlanner {
     const int64_t of_slice = launches * kLaunch + scores + sums + score_bytes / kTermsBytesPerNs + split / kSplitBytesPerNs +
                              (cold + carried) / kBytesPerNs;
     return times(ceil_div(sizes_.N, s.matrices), of_slice);
+  }
+
+  // Both walks of a row tile over 64 keys, and a column tile's over 64 queries; predicted.
+  static constexpr int64_t kRowSegment[2] = {2300, 3200}, kColumnBlock[2] = {2000, 2800}, kFusedTile = 4000;
+
+  int64_t fused_ns(const SplitHalfBackwardSlices& s) const {
+    constexpr int64_t kSplitBytesPerNs = 3000;
+    const int wide = std::max(sizes_.E, sizes_.Ev) > 32 ? 1 : 0;
+    const int64_t rows = ceil_div(s.rows, kSplitHalfTile), all_keys = ceil_div(sizes_.S, kSplitHalfTile),
+                  keys = ceil_div(s.all_keys, kSplitHalfTile);
+    const int64_t steps = 2 * times(s.matrices, seen_tiles(s));
+    // Causal tiles even out but for the longest.
+    const auto kernel = [&](int64_t tiles, int64_t longest, int64_t step) {
+      const int64_t even = times(ceil_div(steps, sms_), step) + ceil_div(tiles, sms_) * kFusedTile;
+      if (sizes_.causal) return std::max(even, longest * step + kFusedTile);
+      return times(ceil_div(tiles, sms_), longest * step + kFusedTile);
+    };
+    const int64_t of_rows = kernel(s.matrices * rows, 2 * keys, kRowSegment[wide]),
+                  of_columns = kernel(s.key_matrices * all_keys, times(2 * rows, sizes_.group), kColumnBlock[wide]);
+    const int64_t split = 8 * (s.matrices * s.rows + s.key_matrices * s.all_keys) * (sizes_.E + sizes_.Ev);
+    return times(ceil_div(sizes_.N, s.matrices), 3 * kLaunch + split / kSplitBytesPerNs + of_rows + of_columns);
   }
 
   const SplitHalfBackwardSizes& sizes_;

@@ -8,12 +8,13 @@
 // A slice is whole matrices, or some of their rows, with all keys that these see. Operands are split into terms once; where those
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
 // (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). Of narrow heads P and dS
-// come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is
-// the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
+// come without those floats, from scores that are made twice (score_pairs.cu). Up to head dim 64 two kernels do all of that without
+// scores in memory (fused_backward/). The gradient of a mask is the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
 // dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
 
 #include "attention/pipeline/stage.h"
+#include "attention/sm90/split_half/fused_backward/fused_backward.h"
 #include "attention/sm90/split_half/terms_map.h"
 #include "core/device_info.h"
 #include "plan/split_half_backward_slices.h"
@@ -22,7 +23,8 @@ namespace attention_ext {
 namespace {
 
 SplitHalfBackwardPlan plan_backward(const BackwardParams& p) {
-  return plan_split_half_backward({p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.sequence.causal}, p.workspace_bytes,
+  const bool fused = split_half_backward_fuses(p.E, p.Ev, p.dropout.seed != nullptr, p.mask_grad.data != nullptr);
+  return plan_split_half_backward({p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.sequence.causal, fused}, p.workspace_bytes,
                                   current_device_info().sms);
 }
 
@@ -86,6 +88,7 @@ class Backward {
   bool in_pieces() const { return slices_.keys < slices_.all_keys; }
 
   cudaError_t run_slice(const Slice& slice) const {
+    if (slices_.fused) return run_fused(slice);
     const bool twice = split_half_scores_twice(params_.E, params_.Ev);
     cudaError_t status = for_each_piece(slice, [&](const Slice& piece) {
       const cudaError_t split = split_operands(piece, piece.col_begin == 0, true);
@@ -104,6 +107,41 @@ class Backward {
       return split == cudaSuccess ? make_gradients(piece) : split;
     });
     return status == cudaSuccess && params_.mask_grad.data != nullptr ? make_mask_grad(slice) : status;
+  }
+
+  // Without scores in memory.
+  cudaError_t run_fused(const Slice& slice) const {
+    const BackwardParams& p = params_;
+    SplitHalfFusedBackwardParams fused = {};
+    fused.batch = p.batch;
+    fused.slice = slice;
+    fused.sequence = p.sequence;
+    fused.S = p.S;
+    fused.E = p.E;
+    fused.Ev = p.Ev;
+    fused.group = p.key_group;
+    fused.scale = p.scale;
+    fused.mask = p.mask;
+    fused.mask_type = p.mask_type;
+    fused.query_exponents = exponents(kQuery);
+    fused.grad_out_exponents = exponents(kGradOut);
+    fused.key_exponents = exponents(kKey);
+    fused.value_exponents = exponents(kValue);
+    fused.grad_lse = p.grad_lse;
+    fused.grad_query = p.grad_query;
+    fused.grad_key = p.grad_key;
+    fused.grad_value = p.grad_value;
+    fused.records = at<SplitHalfQueryRecord>(slices_.records_at);
+    fused.marks = at<uint8_t>(slices_.marks_at);
+    fused.largest_grads = at<uint32_t>(slices_.largest_at);
+    static_assert(sizeof(SplitHalfQueryRecord) == kSplitHalfRecordBytes);
+    cudaError_t status = split_operands(slice, true, true);
+    for (const auto launch : {launch_split_half_row_grads, launch_split_half_column_grads}) {
+      if (status != cudaSuccess) break;
+      status = launch(fused, at<void>(slices_.query_at), at<void>(slices_.key_at), at<void>(slices_.grad_out_at),
+                      at<void>(slices_.value_at), stream_);
+    }
+    return status;
   }
 
   // Of key always.

@@ -14,8 +14,6 @@
 namespace attention_ext {
 namespace {
 
-constexpr int kProbabilityPower = 15;  // low's least bit is 2^-24
-
 struct ColumnTile {
   int n, key_matrix;       // n: of the group's first head
   int key, begin, blocks;  // the first key; blocks of queries that see any of the keys
@@ -93,7 +91,8 @@ class ColumnGrads {
   __device__ __forceinline__ void add_block(const ColumnTile& at, int n, int key, int block, float (&value_grad)[kOut],
                                             SumPower& value_power, float (&key_grad)[kOut], SumPower (&powers)[2]) {
     const int64_t query_block = (n - p_.slice.batch_begin) * blocks_of(p_.slice.row_count) + block,
-                  key_block = int64_t{at.key_matrix} * blocks_of(p_.slice.col_count) + (at.key + consumer_ * 64) / kBackwardBlock;
+                  key_block =
+                      int64_t{at.key_matrix} * blocks_of(p_.slice.col_count) + (at.key + consumer_ * 64) / kBackwardBlock;
     const int query_exponent = p_.query_exponents[query_block], grad_exponent = p_.grad_out_exponents[query_block];
     const ScoreFactor factor = score_factor<kMasked>(p_.scale, query_exponent + p_.key_exponents[key_block]);
     const int value_exponent = p_.value_exponents[key_block];

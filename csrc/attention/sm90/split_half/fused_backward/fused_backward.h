@@ -8,8 +8,8 @@
 
 namespace attention_ext {
 
-// Of 64 queries of a matrix, what the row kernel leaves for the column kernel: P = 2^(x + offset) * inverse with x = score log2(e),
-// dS = P * (dP - delta). A query that sees no key, or does not exist, has an offset of -inf.
+// Of 64 queries of a matrix, what the row kernel leaves for the column kernel: P = 2^(x + offset) * inverse / 2^15 with
+// x = score log2(e), dS = P * (dP - delta). A query that sees no key, or does not exist, has an offset of -inf.
 struct SplitHalfQueryRecord {
   float offset[kSplitHalfBlock], inverse[kSplitHalfBlock], delta[kSplitHalfBlock];
 };

@@ -25,6 +25,7 @@ constexpr int kBackwardRows = 128, kBackwardBlock = kSplitHalfBlock, kBackwardSc
 constexpr int kBackwardConsumers = 2, kBackwardThreads = 128 * (kBackwardConsumers + 1);
 constexpr int kBackwardConsumerRegisters = 240, kBackwardProducerRegisters = 24;
 constexpr int kBlockBytes = kBackwardBlock * 128;  // of one term: 64 columns, zeros beyond the operand's
+constexpr int kProbabilityPower = 15;              // of P for its terms: low's least bit is 2^-24
 static_assert(kBackwardBlock == kSegment, "a block of keys is a segment");
 
 // kE: columns that E and Ev are taken for, 32 or 64. kRecords: of queries, for the column kernel.
@@ -215,7 +216,8 @@ __device__ __forceinline__ void load_mask(float (&bias)[kBackwardScores], const 
     using Stored = std::remove_cv_t<std::remove_reference_t<decltype(*g_mask)>>;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Stored* g_col = g_mask + at.offset + min(at.row + 8 * half, at.end_row - 1) * at.row_stride + at.col * at.col_stride;
+      const Stored* g_col =
+          g_mask + at.offset + min(at.row + 8 * half, at.end_row - 1) * at.row_stride + at.col * at.col_stride;
       if constexpr (std::is_same_v<Stored, float>) {
         if (at.pairs) {
 #pragma unroll

@@ -39,19 +39,35 @@ __device__ __forceinline__ void for_each_row_tile(const SplitHalfFusedBackwardPa
   }
 }
 
+// A sum with what its additions round away (Kahan 1965): an error of delta is one of all of a row's dS.
+struct CompensatedSum {
+  float sum = 0.0f, rest = 0.0f;
+  __device__ __forceinline__ void add(float part) {
+    const float now = part + rest, total = sum + now;
+    rest = now - (total - sum);
+    sum = total;
+  }
+  __device__ __forceinline__ void scale(float factor) {
+    sum *= factor;
+    rest *= factor;
+  }
+  __device__ __forceinline__ double of_row() const { return warp_sum<4>(static_cast<double>(sum) + rest); }
+};
+
 // What the first walk finds of a row: of all its weights, relative to 2^reference. Sums are of this thread's keys.
 struct RowSums {
-  float reference, sum, delta;
-  float single;  // dP of the row's only key, if it sees no other
-  float keys;    // that it sees, if there is a mask
+  float reference = negative_infinity(0.0f);
+  CompensatedSum sum, delta;
+  float single = 0.0f;  // dP of the row's only key, if it sees no other
+  float keys = 0.0f;    // that it sees, if there is a mask
 
   // What came before is brought to a segment's reference, if that is larger. Returns the offset of the segment's exponents.
   __device__ __forceinline__ float step(float largest, float unit) {
     const bool none = largest == negative_infinity(0.0f);
     const float of_segment = none ? largest : maximum(ceilf(largest * unit), kFarBelow), now = maximum(reference, of_segment);
     const float factor = segment_factor(reference, now);
-    sum *= factor;
-    delta *= factor;
+    sum.scale(factor);
+    delta.scale(factor);
     reference = now;
     return now == negative_infinity(0.0f) ? 0.0f : -now;
   }
@@ -82,9 +98,7 @@ class RowGrads {
 
  private:
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ void wait_stage() {
-    mbarrier_wait(shared_address(&shared_.full[ring_.slot]), ring_.parity);
-  }
+  __device__ __forceinline__ void wait_stage() { mbarrier_wait(shared_address(&shared_.full[ring_.slot]), ring_.parity); }
   __device__ __forceinline__ void release_stage() {
     if (lane() == 0) mbarrier_arrive(shared_address(&shared_.empty[ring_.slot]));
     ring_.advance();
@@ -99,8 +113,7 @@ class RowGrads {
   __device__ __forceinline__ ScoreFactor make_scores(const RowTile& at, int row, int segment, int open,
                                                      float (&x)[kBackwardScores], float (&grads)[kBackwardScores],
                                                      float (&rest)[kBackwardScores]) {
-    const ScoreFactor factor =
-        score_factor<kMasked>(p_.scale, exponent_of(p_.query_exponents, p_.key_exponents, at, segment));
+    const ScoreFactor factor = score_factor<kMasked>(p_.scale, exponent_of(p_.query_exponents, p_.key_exponents, at, segment));
     const int key = segment * kSegment, thread_key = key + lane() % 4 * 2, end_row = static_cast<int>(p_.slice.row_count);
     const typename Tile::Stage& stage = shared_.stage[ring_.slot];
     float x_rest[kBackwardScores], bias[kBackwardScores];
@@ -139,8 +152,6 @@ class RowGrads {
   __device__ __forceinline__ void find_rows(const RowTile& at, int row, int segments, int open, float (&offset)[2],
                                             float (&inverse)[2], float (&delta)[2]) {
     RowSums rows[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) rows[half] = {negative_infinity(0.0f), 0.0f, 0.0f, 0.0f, 0.0f};
     float largest_grad = 0.0f;  // whose weight is not 0
     bool marked = false;
 #pragma unroll 1
@@ -182,7 +193,7 @@ class RowGrads {
             sum += x[i + e];
           }
         }
-        rows[half].sum += sum;
+        rows[half].sum.add(sum);
       }
       const float unit = end_grads(at, segment, grads, rest);
       release_stage();
@@ -199,7 +210,7 @@ class RowGrads {
             of_segment = maximum(of_segment, fabsf(grads[i + e]));
           }
         }
-        rows[half].delta = fmaf(part, unit, rows[half].delta);
+        rows[half].delta.add(part * unit);
       }
       largest_grad = maximum(largest_grad, of_segment * unit);
       if (__any_sync(0xffffffffu, single[0] || single[1])) {
@@ -230,15 +241,16 @@ class RowGrads {
       const int at_row = row + 8 * half;
       const bool exists = at_row < end_row, none = of.reference == negative_infinity(0.0f);
       const bool single = kMasked ? of.keys == 1.0f : at.range.end_of_row(at_row) == 1;
-      const float sum = warp_sum<4>(of.sum), of_keys = warp_sum<4>(of.delta);
+      const double sum = of.sum.of_row(), of_keys = of.delta.of_row();
       offset[half] = none ? of.reference : -of.reference;
-      inverse[half] = none || sum == 0.0f ? 0.0f : 1.0f / sum;
-      delta[half] = none ? 0.0f : single ? of.single : of_keys / sum;
+      inverse[half] = none || sum == 0.0 ? 0.0f : static_cast<float>(1.0 / sum);
+      delta[half] = none ? 0.0f : single ? of.single : static_cast<float>(of_keys / sum);
       if (p_.grad_lse.data != nullptr && exists && !none) {
         delta[half] -= (static_cast<const float*>(p_.grad_lse.data) +
                         batch_offset(p_.batch, p_.grad_lse, static_cast<uint32_t>(at.n), 0))[at_row * p_.grad_lse.row_stride];
       }
-      const bool far = of.reference < kFarBelow + 256.0f || (of.reference > kFarAbove && of.reference < -negative_infinity(0.0f));
+      const bool far =
+          of.reference < kFarBelow + 256.0f || (of.reference > kFarAbove && of.reference < -negative_infinity(0.0f));
       marked = marked || (!none && (far || !isfinite(sum) || !isfinite(delta[half])));
     }
     if (row - static_cast<int>(lane() / 4) >= end_row) marked = false;
@@ -255,7 +267,7 @@ class RowGrads {
     for (int half = 0; half < 2; ++half) {
       const int place = row % kBackwardBlock + 8 * half;
       record.offset[place] = offset[half];
-      record.inverse[place] = inverse[half];
+      record.inverse[place] = inverse[half] * static_cast<float>(1 << kProbabilityPower);
       record.delta[place] = delta[half];
     }
   }
@@ -330,10 +342,9 @@ class RowGrads {
     }
     if (lane() == 0) mbarrier_arrive(shared_address(&shared_.rows_empty));
     if (!finite) p_.marks[at.n] = 1;
-    store_fragment<kOut>(p_.grad_query, batch_offset(p_.batch, p_.grad_query, static_cast<uint32_t>(at.n), 0), row,
-                         p_.slice.row_count, p_.E, [&](int i, int half) {
-                           return times_power_of_two(out[i] * static_cast<float>(p_.scale), powers[half].top);
-                         });
+    store_fragment<kOut>(
+        p_.grad_query, batch_offset(p_.batch, p_.grad_query, static_cast<uint32_t>(at.n), 0), row, p_.slice.row_count, p_.E,
+        [&](int i, int half) { return times_power_of_two(out[i] * static_cast<float>(p_.scale), powers[half].top); });
   }
 
   const Params& p_;
@@ -383,7 +394,8 @@ cudaError_t launch_split_half_row_grads(const SplitHalfFusedBackwardParams& para
     return params.mask_type != MaskType::kNone ? launch(tile, split_half_row_grads_kernel<Tile, true>)
                                                : launch(tile, split_half_row_grads_kernel<Tile, false>);
   };
-  return std::max(params.E, params.Ev) <= 32 ? of_tile(FusedBackwardTile<32, false>()) : of_tile(FusedBackwardTile<64, false>());
+  return std::max(params.E, params.Ev) <= 32 ? of_tile(FusedBackwardTile<32, false>())
+                                             : of_tile(FusedBackwardTile<64, false>());
 }
 
 }  // namespace attention_ext
