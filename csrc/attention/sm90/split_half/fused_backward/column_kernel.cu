@@ -97,7 +97,7 @@ class ColumnGrads {
     const ScoreFactor factor = score_factor<kMasked>(p_.scale, query_exponent + p_.key_exponents[key_block]);
     const int value_exponent = p_.value_exponents[key_block];
     const int query = block * kBackwardBlock + lane() % 4 * 2;  // the thread's first
-    const typename Tile::Stage& stage = shared_.stage[ring_.slot];
+    const typename Tile::Block& stage = shared_.stage[ring_.slot];
     const SplitHalfQueryRecord& record = shared_.records[ring_.slot];
     float x[kBackwardScores], x_rest[kBackwardScores], grads[kBackwardScores], rest[kBackwardScores], bias[kBackwardScores];
     const auto begin_grads = [&] {
@@ -239,7 +239,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
-  const auto load = [&](FusedBackwardLoader<Tile>& loader) {
+  const auto load = [&] {
+    FusedBackwardLoader<Tile> loader(maps, shared);
     for_each_column_tile(p, [&](const ColumnTile& at) {
       if (at.begin == at.blocks) return;
       loader.load_rows(at.key, at.key_matrix);
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       }
     });
   };
-  run_roles<Tile>(maps, shared, load, [&](int consumer) { ColumnGrads<Tile, kMasked>(p, shared, consumer).run(); });
+  run_roles<Tile>(shared, load, [&](int consumer) { ColumnGrads<Tile, kMasked>(p, shared, consumer).run(); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif

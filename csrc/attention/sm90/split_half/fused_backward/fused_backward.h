@@ -4,7 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "attention/sm90/split_half/split_half.h"
+#include "attention/sm90/split_half/backward.h"
 
 namespace attention_ext {
 
@@ -32,10 +32,22 @@ struct SplitHalfFusedBackwardParams {
   uint32_t* largest_grads;        // (N,): SplitHalfScoresParams
 };
 
-// query_terms: (2, matrices, rows, E rounded up to 8); the others likewise. Rows come before columns.
+// The gradient of a mask of whole matrices, whose sums span slices in mask_grad itself. Of the slice's heads that are made anew in
+// float the rows' values are there.
+struct SplitHalfBiasGradParams : SplitHalfFusedBackwardParams {
+  SplitHalfExactBackwardParams exact;
+  MatrixView mask_grad;       // float, mask's own shape, strides 0 along batch dims of size 1
+  int64_t matrices, sharing;  // of the mask; score matrices of each
+};
+
+// query_terms: (2, matrices, rows, E rounded up to 8); the others likewise. Rows come before columns and the
+// mask.
 cudaError_t launch_split_half_row_grads(const SplitHalfFusedBackwardParams& params, void* query_terms, void* key_terms,
                                         void* grad_out_terms, void* value_terms, cudaStream_t stream);
 cudaError_t launch_split_half_column_grads(const SplitHalfFusedBackwardParams& params, void* query_terms, void* key_terms,
                                            void* grad_out_terms, void* value_terms, cudaStream_t stream);
+
+cudaError_t launch_split_half_bias_grads(const SplitHalfBiasGradParams& params, void* query_terms, void* key_terms,
+                                         void* grad_out_terms, void* value_terms, cudaStream_t stream);
 
 }  // namespace attention_ext

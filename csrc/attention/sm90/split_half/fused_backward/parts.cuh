@@ -23,26 +23,32 @@ namespace attention_ext {
 
 constexpr int kBackwardRows = 128, kBackwardBlock = kSplitHalfBlock, kBackwardScores = kBackwardBlock / 2;  // of a thread
 constexpr int kBackwardConsumers = 2, kBackwardThreads = 128 * (kBackwardConsumers + 1);
-constexpr int kBackwardConsumerRegisters = 240, kBackwardProducerRegisters = 24;
 constexpr int kBlockBytes = kBackwardBlock * 128;  // of one term: 64 columns, zeros beyond the operand's
 constexpr int kProbabilityPower = 15;              // of P for its terms: low's least bit is 2^-24
 static_assert(kBackwardBlock == kSegment, "a block of keys is a segment");
 
+// 64 rows of what scores are made of, and of what their gradients are made of.
+struct FusedBackwardBlock {
+  alignas(1024) unsigned char scores[2][kBlockBytes], grads[2][kBlockBytes];
+};
+
 // kE: columns that E and Ev are taken for, 32 or 64. kRecords: of queries, for the column kernel.
 template <int kE_, bool kRecords_>
 struct FusedBackwardTile {
-  static constexpr int kE = kE_, kStages = kRecords_ ? 4 : 5;
+  static constexpr int kE = kE_, kStages = kRecords_ ? 4 : 5, kRegisters = 240;
   static constexpr bool kRecords = kRecords_;
-  struct Stage {  // 64 rows of what scores are made of, and of what their gradients are made of
-    alignas(1024) unsigned char scores[2][kBlockBytes], grads[2][kBlockBytes];
-  };
+  using Block = FusedBackwardBlock;
   struct Shared {
     alignas(1024) unsigned char scores[2][kBackwardRows * 128], grads[2][kBackwardRows * 128];
-    Stage stage[kStages];
+    Block stage[kStages];
     alignas(16) SplitHalfQueryRecord records[kRecords ? kStages : 1];
     uint64_t rows_full, rows_empty, full[kStages], empty[kStages];
   };
-  static constexpr int kStageBytes = sizeof(Stage) + (kRecords ? sizeof(SplitHalfQueryRecord) : 0);
+  static __device__ __forceinline__ void init_rows(Shared& shared) {
+    mbarrier_init(shared_address(&shared.rows_full), 1);
+    mbarrier_init(shared_address(&shared.rows_empty), 4 * kBackwardConsumers);
+  }
+  static constexpr int kStageBytes = sizeof(Block) + (kRecords ? sizeof(SplitHalfQueryRecord) : 0);
   static constexpr int kRowsBytes = 4 * kBackwardRows * 128;
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
@@ -53,6 +59,17 @@ struct FusedBackwardMaps {
 };
 
 __device__ __forceinline__ int64_t blocks_of(int64_t rows) { return (rows + kBackwardBlock - 1) / kBackwardBlock; }
+
+// Both terms of a box. One thread.
+template <int kBytes>
+__device__ __forceinline__ void load_terms(unsigned char (&s_terms)[2][kBytes], const CUtensorMap& map, int row, int64_t matrix,
+                                           uint32_t full) {
+#pragma unroll
+  for (int term = 0; term < 2; ++term) {
+    const TensorPosition box = {{0, row, term, static_cast<int>(matrix), 0}};
+    tma_load(shared_address(s_terms[term]), &map, box, full);
+  }
+}
 
 // Loads, tile after tile. One thread.
 template <class Tile>
@@ -66,32 +83,22 @@ class FusedBackwardLoader {
     parity_ ^= 1;
     const uint32_t full = shared_address(&shared_.rows_full);
     mbarrier_arrive_expect_bytes(full, Tile::kRowsBytes);
-    load(shared_.scores, maps_.tile_scores, row, matrix, full);
-    load(shared_.grads, maps_.tile_grads, row, matrix, full);
+    load_terms(shared_.scores, maps_.tile_scores, row, matrix, full);
+    load_terms(shared_.grads, maps_.tile_grads, row, matrix, full);
   }
   __device__ __forceinline__ void load_block(int row, int64_t matrix, const SplitHalfQueryRecord* g_record) {
     mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
     const uint32_t full = shared_address(&shared_.full[ring_.slot]);
     mbarrier_arrive_expect_bytes(full, Tile::kStageBytes);
-    load(shared_.stage[ring_.slot].scores, maps_.scores, row, matrix, full);
+    load_terms(shared_.stage[ring_.slot].scores, maps_.scores, row, matrix, full);
     if constexpr (Tile::kRecords) {
       bulk_load(shared_address(&shared_.records[ring_.slot]), g_record, sizeof(SplitHalfQueryRecord), full);
     }
-    load(shared_.stage[ring_.slot].grads, maps_.grads, row, matrix, full);
+    load_terms(shared_.stage[ring_.slot].grads, maps_.grads, row, matrix, full);
     ring_.advance();
   }
 
  private:
-  template <int kBytes>
-  static __device__ __forceinline__ void load(unsigned char (&s_terms)[2][kBytes], const CUtensorMap& map, int row,
-                                              int64_t matrix, uint32_t full) {
-#pragma unroll
-    for (int term = 0; term < 2; ++term) {
-      const TensorPosition box = {{0, row, term, static_cast<int>(matrix), 0}};
-      tma_load(shared_address(s_terms[term]), &map, box, full);
-    }
-  }
-
   const FusedBackwardMaps& maps_;
   typename Tile::Shared& shared_;
   RingPlace<Tile::kStages> ring_;
@@ -254,6 +261,38 @@ __device__ __forceinline__ void scale_scores(float (&x)[kBackwardScores], const 
   }
 }
 
+// Both products of 64 queries and 64 keys, begun; x: scores as they go into the exponential, -inf where a row does not see the key.
+// The tile's rows and a block's are what scores are made of, and what their gradients are made of. `open`: keys that all of a warp's
+// rows see. load_bias(bias) reads the mask while they are multiplied.
+template <class Tile, bool kMasked, class LoadBias>
+__device__ __forceinline__ ScoreFactor make_row_scores(float (&x)[kBackwardScores], float (&grads)[kBackwardScores],
+                                                       float (&rest)[kBackwardScores],
+                                                       const unsigned char (&s_score_rows)[2][kBackwardRows * 128],
+                                                       const unsigned char (&s_grad_rows)[2][kBackwardRows * 128],
+                                                       const typename Tile::Block& block, int consumer, double scale,
+                                                       int exponent, const KeyRange& range, int row, int end_row, int key,
+                                                       int open, LoadBias load_bias) {
+  const ScoreFactor factor = score_factor<kMasked>(scale, exponent);
+  float x_rest[kBackwardScores], bias[kBackwardScores];
+  wgmma_fence();
+  begin_scores<Tile::kE, true>(x, x_rest, s_score_rows, block.scores, consumer);
+  wgmma_commit();
+  begin_scores<Tile::kE, true>(grads, rest, s_grad_rows, block.grads, consumer);
+  wgmma_commit();
+  if constexpr (kMasked) load_bias(bias);
+  wgmma_wait<1>();
+  end_scores<Tile::kE>(x, x_rest);
+  scale_scores<kMasked>(x, factor, bias);
+  if (key + kBackwardBlock > open) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      hide_keys(x, half, key + static_cast<int>(threadIdx.x) % 4 * 2,
+                row + 8 * half < end_row ? range.end_of_row(row + 8 * half) : 0);
+    }
+  }
+  return factor;
+}
+
 // The power of two of a row's dS, of which `largest` is the quad's own largest magnitude: the row's in [2^14, 2^15) of it.
 // Returns the factor that takes dS there. Sets `none` where all are 0 and `finite`.
 struct RowScale {
@@ -296,35 +335,29 @@ __device__ __forceinline__ void store_fragment(const MatrixView& view, int64_t o
   }
 }
 
-// Both kernels: load(loader) by one thread, make(consumer) by each consumer.
+// All kernels: load() by one thread, make(consumer) by each consumer.
 template <class Tile, class Load, class Make>
-__device__ __forceinline__ void run_roles(const FusedBackwardMaps& maps, typename Tile::Shared& shared, Load load, Make make) {
+__device__ __forceinline__ void run_roles(typename Tile::Shared& shared, Load load, Make make) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  if (threadIdx.x == 0) {
-    mbarrier_init(shared_address(&shared.rows_full), 1);
-    mbarrier_init(shared_address(&shared.rows_empty), 4 * kBackwardConsumers);
-  }
+  if (threadIdx.x == 0) Tile::init_rows(shared);
   init_ring(shared.full, shared.empty, 4 * kBackwardConsumers);
   mbarrier_fence_init();
   __syncthreads();
   if (warpgroup == kBackwardConsumers) {
-    give_registers<kBackwardProducerRegisters>();
+    give_registers<504 - kBackwardConsumers * Tile::kRegisters>();  // of the 168 that each thread begins with
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-    if (warp == 0 && elect_thread()) {
-      FusedBackwardLoader<Tile> loader(maps, shared);
-      load(loader);
-    }
+    if (warp == 0 && elect_thread()) load();
   } else {
-    take_registers<kBackwardConsumerRegisters>();
+    take_registers<Tile::kRegisters>();
     make(warpgroup);
   }
 }
 
 // Maps and the launch of either kernel: `rows` and `others` of so many matrices each, terms of the tile's operands first.
-template <class Tile>
-cudaError_t launch_fused_backward(void (*kernel)(SplitHalfFusedBackwardParams, FusedBackwardMaps),
-                                  const SplitHalfFusedBackwardParams& params, void* const (&terms)[4], int64_t matrices,
-                                  int64_t rows, int64_t other_matrices, int64_t others, int64_t tiles, cudaStream_t stream) {
+template <class Tile, class Params>
+cudaError_t launch_fused_backward(void (*kernel)(Params, FusedBackwardMaps), const Params& params, void* const (&terms)[4],
+                                  int64_t matrices, int64_t rows, int64_t other_matrices, int64_t others, int64_t tiles,
+                                  cudaStream_t stream) {
   FusedBackwardMaps maps;
   cudaError_t status = make_terms_map(maps.tile_scores, terms[0], matrices, rows, params.E, kBackwardRows);
   const auto then = [&](cudaError_t made) {

@@ -109,36 +109,19 @@ class RowGrads {
     return rows[block] + keys[at.key_matrix * blocks_of(p_.slice.col_count) + segment];
   }
 
-  // Begins both products of a segment; x: scores as they go into the exponential, -inf where a row does not see the key.
   __device__ __forceinline__ ScoreFactor make_scores(const RowTile& at, int row, int segment, int open,
                                                      float (&x)[kBackwardScores], float (&grads)[kBackwardScores],
                                                      float (&rest)[kBackwardScores]) {
-    const ScoreFactor factor = score_factor<kMasked>(p_.scale, exponent_of(p_.query_exponents, p_.key_exponents, at, segment));
-    const int key = segment * kSegment, thread_key = key + lane() % 4 * 2, end_row = static_cast<int>(p_.slice.row_count);
-    const typename Tile::Stage& stage = shared_.stage[ring_.slot];
-    float x_rest[kBackwardScores], bias[kBackwardScores];
+    const int key = segment * kSegment, end_row = static_cast<int>(p_.slice.row_count);
+    const int exponent = exponent_of(p_.query_exponents, p_.key_exponents, at, segment);
     wait_stage();
-    wgmma_fence();
-    begin_scores<Tile::kE, true>(x, x_rest, shared_.scores, stage.scores, consumer_);
-    wgmma_commit();
-    begin_scores<Tile::kE, true>(grads, rest, shared_.grads, stage.grads, consumer_);
-    wgmma_commit();
-    if constexpr (kMasked) {
-      const bool pairs = p_.mask.vector && key + kSegment <= at.range.keys;
-      load_mask(bias, p_.mask, p_.mask_type,
-                {batch_offset(p_.batch, p_.mask, static_cast<uint32_t>(at.n), 0), p_.mask.row_stride, p_.mask.col_stride, row,
-                 end_row, thread_key, at.range.keys, pairs});
-    }
-    wgmma_wait<1>();
-    end_scores<Tile::kE>(x, x_rest);
-    scale_scores<kMasked>(x, factor, bias);
-    if (key + kSegment > open) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        hide_keys(x, half, thread_key, row + 8 * half < end_row ? at.range.end_of_row(row + 8 * half) : 0);
-      }
-    }
-    return factor;
+    return make_row_scores<Tile, kMasked>(
+        x, grads, rest, shared_.scores, shared_.grads, shared_.stage[ring_.slot], consumer_, p_.scale, exponent, at.range, row,
+        end_row, key, open, [&](float (&bias)[kBackwardScores]) {
+          load_mask(bias, p_.mask, p_.mask_type,
+                    {batch_offset(p_.batch, p_.mask, static_cast<uint32_t>(at.n), 0), p_.mask.row_stride, p_.mask.col_stride,
+                     row, end_row, key + lane() % 4 * 2, at.range.keys, p_.mask.vector && key + kSegment <= at.range.keys});
+        });
   }
   // Ends the second one; returns the unit of the gradients.
   __device__ __forceinline__ float end_grads(const RowTile& at, int segment, float (&grads)[kBackwardScores],
@@ -360,7 +343,8 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
-  const auto load = [&](FusedBackwardLoader<Tile>& loader) {
+  const auto load = [&] {
+    FusedBackwardLoader<Tile> loader(maps, shared);
     for_each_row_tile(p, [&](const RowTile& at) {
       loader.load_rows(at.row, at.slice_index);
 #pragma unroll 1
@@ -372,7 +356,7 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
       }
     });
   };
-  run_roles<Tile>(maps, shared, load, [&](int consumer) { RowGrads<Tile, kMasked>(p, shared, consumer).run(); });
+  run_roles<Tile>(shared, load, [&](int consumer) { RowGrads<Tile, kMasked>(p, shared, consumer).run(); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
