@@ -17,7 +17,8 @@ struct SplitHalfBackwardSizes {
   int64_t N, L, S, E, Ev;
   int64_t group;  // query heads per head of key and of value
   bool causal;
-  bool fused;  // may do without scores in memory: split_half_backward_fuses
+  int64_t mask_matrices;  // whose gradient is wanted; 0: no mask's
+  bool fused;             // may do without scores in memory: split_half_backward_fuses
 
   bool operator==(const SplitHalfBackwardSizes&) const = default;
   int64_t keys_of_rows(int64_t end) const { return causal ? std::min(S, end) : S; }  // that rows before `end` see
@@ -28,10 +29,10 @@ struct SplitHalfBackwardSizes {
 // products again. By the estimate that would pay up to 256; measure it there first.
 constexpr bool split_half_scores_twice(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 128; }
 
-// Whether two kernels can make the gradients without scores in memory: sums of dK and of dV, scores and their gradients, and terms
-// of these are what registers hold up to head dim 64.
-constexpr bool split_half_backward_fuses(int64_t E, int64_t Ev, bool dropout, bool mask_grad) {
-  return std::max(E, Ev) <= 64 && !dropout && !mask_grad;
+// Whether the gradients can be made without scores in memory: sums of dK and of dV, scores and their gradients, and terms of these
+// are what registers hold up to head dim 64. A mask's gradient is one of whole matrices then.
+constexpr bool split_half_backward_fuses(int64_t E, int64_t Ev, bool dropout, bool mask_grad, bool whole_mask) {
+  return std::max(E, Ev) <= 64 && !dropout && (!mask_grad || whole_mask);
 }
 constexpr int64_t kSplitHalfRecordBytes = 768;  // of 64 queries, SplitHalfQueryRecord
 
@@ -80,8 +81,18 @@ class SplitHalfBackwardPlanner {
 
   // The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
   SplitHalfBackwardPlan plan() {
-    offer({most_matrices(0, sizes_.L)});
+    cut_scores();
+    // The mask's gradient: dS read, and what of it is written. Not fitted.
+    constexpr int64_t kScoreBytes = 8, kBytesPerNs = 2600;
+    if (sizes_.mask_matrices > 0) best_.ns += times(sizes_.N, times(sizes_.L, sizes_.S), kScoreBytes) / kBytesPerNs;
     if (sizes_.fused) offer({most_fused_matrices()});
+    best_.ns = std::min(best_.ns, kMostCost);
+    return best_;
+  }
+
+ private:
+  void cut_scores() {
+    offer({most_matrices(0, sizes_.L)});
     if (sizes_.causal) {  // rows see different numbers of keys: more matrices of the first
       for (int64_t count : {2, 4}) {
         const int64_t rows = round_up(ceil_div(sizes_.L, count), kSplitHalfTile);
@@ -105,10 +116,8 @@ class SplitHalfBackwardPlanner {
         best_.ns += best_.ranges.back().ns;
       }
     }
-    return best_;
   }
 
- private:
   // keys: of a piece, if there are as many.
   SplitHalfBackwardSlices slices(int64_t matrices, int64_t row_begin, int64_t rows, int64_t keys, bool fused = false) const {
     SplitHalfBackwardSlices slices = {};
@@ -224,7 +233,7 @@ class SplitHalfBackwardPlanner {
       bytes = std::max(bytes, range.bytes);
       ns += range.ns;
     }
-    if (ranges.empty() || bytes > cap_ || (!best_.ranges.empty() && ns >= best_.ns)) return;
+    if (ranges.empty() || bytes > cap_ || (!best_.ranges.empty() && best_.bytes <= cap_ && ns >= best_.ns)) return;
     best_ = {std::move(ranges), bytes, ns};
   }
 
@@ -314,13 +323,15 @@ class SplitHalfBackwardPlanner {
 
   // Both walks of a row tile over 64 keys, and a column tile's over 64 queries; predicted.
   static constexpr int64_t kRowSegment[2] = {2300, 3200}, kColumnBlock[2] = {2000, 2800}, kFusedTile = 4000;
+  // A mask's tile of 128 x 64 over a matrix, which is 96 KB of terms; and to look for a mask's matrices in a slice; predicted.
+  static constexpr int64_t kMaskStep[2] = {1600, 2600}, kMaskMatrix = 600;
 
   int64_t fused_ns(const SplitHalfBackwardSlices& s) const {
     constexpr int64_t kSplitBytesPerNs = 3000;
     const int wide = std::max(sizes_.E, sizes_.Ev) > 32 ? 1 : 0;
     const int64_t rows = ceil_div(s.rows, kSplitHalfTile), all_keys = ceil_div(sizes_.S, kSplitHalfTile),
                   keys = ceil_div(s.all_keys, kSplitHalfTile);
-    const int64_t steps = 2 * times(s.matrices, seen_tiles(s));
+    const int64_t steps = 2 * times(s.matrices, seen_tiles(s));  // of all tiles
     // Causal tiles even out but for the longest.
     const auto kernel = [&](int64_t tiles, int64_t longest, int64_t step) {
       const int64_t even = times(ceil_div(steps, sms_), step) + ceil_div(tiles, sms_) * kFusedTile;
@@ -330,7 +341,13 @@ class SplitHalfBackwardPlanner {
     const int64_t of_rows = kernel(s.matrices * rows, 2 * keys, kRowSegment[wide]),
                   of_columns = kernel(s.key_matrices * all_keys, times(2 * rows, sizes_.group), kColumnBlock[wide]);
     const int64_t split = 8 * (s.matrices * s.rows + s.key_matrices * s.all_keys) * (sizes_.E + sizes_.Ev);
-    return times(ceil_div(sizes_.N, s.matrices), 3 * kLaunch + split / kSplitBytesPerNs + of_rows + of_columns);
+    int64_t of_mask = 0;
+    if (sizes_.mask_matrices > 0) {
+      const int64_t in_slice = std::min(s.matrices, sizes_.mask_matrices), share = ceil_div(s.matrices, in_slice);
+      of_mask = 2 * kLaunch + times(sizes_.mask_matrices, kMaskMatrix) +
+                kernel(times(in_slice, rows, 2 * all_keys), share, kMaskStep[wide]);
+    }
+    return times(ceil_div(sizes_.N, s.matrices), 3 * kLaunch + split / kSplitBytesPerNs + of_rows + of_columns + of_mask);
   }
 
   const SplitHalfBackwardSizes& sizes_;

@@ -9,7 +9,7 @@
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
 // (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). Of narrow heads P and dS
 // come without those floats, from scores that are made twice (score_pairs.cu). Up to head dim 64 two kernels do all of that without
-// scores in memory (fused_backward/). The gradient of a mask is the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
+// scores in memory (fused_backward/), and a third one the gradient of a mask, which else is the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
 // dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
 
@@ -22,10 +22,21 @@
 namespace attention_ext {
 namespace {
 
+// Of the mask whose gradient is wanted; 0: of none.
+int64_t mask_matrices_of(const BackwardParams& p) {
+  int64_t matrices = p.mask_grad.data == nullptr ? 0 : 1;
+  for (int dim = 0; dim < p.batch.count; ++dim) {
+    if (p.mask_grad.batch_stride[dim] != 0) matrices *= p.batch.size[dim];
+  }
+  return matrices;
+}
+
 SplitHalfBackwardPlan plan_backward(const BackwardParams& p) {
-  const bool fused = split_half_backward_fuses(p.E, p.Ev, p.dropout.seed != nullptr, p.mask_grad.data != nullptr);
-  return plan_split_half_backward({p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.sequence.causal, fused}, p.workspace_bytes,
-                                  current_device_info().sms);
+  const int64_t mask_matrices = mask_matrices_of(p);
+  const bool whole = p.mask_grad.row_stride != 0 && p.mask_grad.col_stride != 0,
+             fused = split_half_backward_fuses(p.E, p.Ev, p.dropout.seed != nullptr, mask_matrices > 0, whole);
+  return plan_split_half_backward({p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.sequence.causal, mask_matrices, fused},
+                                  p.workspace_bytes, current_device_info().sms);
 }
 
 class Backward {
@@ -112,7 +123,7 @@ class Backward {
   // Without scores in memory.
   cudaError_t run_fused(const Slice& slice) const {
     const BackwardParams& p = params_;
-    SplitHalfFusedBackwardParams fused = {};
+    SplitHalfBiasGradParams fused = {};
     fused.batch = p.batch;
     fused.slice = slice;
     fused.sequence = p.sequence;
@@ -136,11 +147,20 @@ class Backward {
     fused.largest_grads = at<uint32_t>(slices_.largest_at);
     static_assert(sizeof(SplitHalfQueryRecord) == kSplitHalfRecordBytes);
     cudaError_t status = split_operands(slice, true, true);
-    for (const auto launch : {launch_split_half_row_grads, launch_split_half_column_grads}) {
-      if (status != cudaSuccess) break;
+    const auto then = [&](auto launch) {
+      if (status != cudaSuccess) return;
       status = launch(fused, at<void>(slices_.query_at), at<void>(slices_.key_at), at<void>(slices_.grad_out_at),
                       at<void>(slices_.value_at), stream_);
-    }
+    };
+    then(launch_split_half_row_grads);
+    then(launch_split_half_column_grads);
+    if (status != cudaSuccess || p.mask_grad.data == nullptr) return status;
+    fused.exact = exact_of(slice);
+    fused.mask_grad = p.mask_grad;
+    fused.matrices = mask_matrices_of(p);
+    fused.sharing = p.N / fused.matrices;
+    status = launch_split_half_exact_rows(fused.exact, stream_);
+    then(launch_split_half_bias_grads);
     return status;
   }
 
@@ -248,7 +268,7 @@ class Backward {
     SplitHalfExactBackwardParams exact = exact_of(slice);
     exact.score_grads = at<float>(slices_.grads_at);
     exact.grad_exponents = terms.grad_exponents;
-    const cudaError_t status = launch_split_half_exact_score_grads(exact, stream_);
+    const cudaError_t status = launch_split_half_exact_rows(exact, stream_);
     if (status != cudaSuccess) return status;
     Slice whole_rows = slice;  // mask_grad has all keys, also those that no row of the slice sees
     whole_rows.col_count = params_.S;
@@ -296,6 +316,7 @@ int64_t split_half_backward_workspace(const BackwardParams& params) { return pla
 
 bool split_half_backward_sums_mask(const BackwardParams& params) {
   const SplitHalfBackwardPlan plan = plan_backward(params);
+  if (plan.ranges.front().fused) return false;  // they span slices in the gradient
   int64_t matrices = params.N;
   for (const SplitHalfBackwardSlices& range : plan.ranges) matrices = std::min(matrices, range.matrices);
   return mask_sums_span(params, matrices, plan.ranges.front().rows);  // if there are more ranges, of fewer rows than all

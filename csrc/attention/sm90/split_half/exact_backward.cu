@@ -188,7 +188,7 @@ int64_t most_ctas() { return 8 * current_device_info().sms; }
 
 }  // namespace
 
-cudaError_t launch_split_half_exact_score_grads(const SplitHalfExactBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_split_half_exact_rows(const SplitHalfExactBackwardParams& params, cudaStream_t stream) {
   const int64_t units = params.slice.batch_count * ceil_div(params.slice.row_count, kExactTileRows);
   return launch_kernel(split_half_exact_rows_kernel, {std::min(units, most_ctas()), kExactThreads}, stream, params);
 }

@@ -277,12 +277,23 @@ __device__ __forceinline__ ScoreFactor make_row_scores(float (&x)[kBackwardScore
   wgmma_fence();
   begin_scores<Tile::kE, true>(x, x_rest, s_score_rows, block.scores, consumer);
   wgmma_commit();
-  begin_scores<Tile::kE, true>(grads, rest, s_grad_rows, block.grads, consumer);
-  wgmma_commit();
-  if constexpr (kMasked) load_bias(bias);
-  wgmma_wait<1>();
+  const auto begin_grads = [&] {
+    begin_scores<Tile::kE, true>(grads, rest, s_grad_rows, block.grads, consumer);
+    wgmma_commit();
+  };
+  if constexpr (kMasked) {  // its registers are dP's afterwards
+    load_bias(bias);
+    wgmma_wait<0>();
+  } else {
+    begin_grads();
+    wgmma_wait<1>();
+  }
   end_scores<Tile::kE>(x, x_rest);
   scale_scores<kMasked>(x, factor, bias);
+  if constexpr (kMasked) {
+    wgmma_fence();
+    begin_grads();
+  }
   if (key + kBackwardBlock > open) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -344,7 +355,7 @@ __device__ __forceinline__ void run_roles(typename Tile::Shared& shared, Load lo
   mbarrier_fence_init();
   __syncthreads();
   if (warpgroup == kBackwardConsumers) {
-    give_registers<504 - kBackwardConsumers * Tile::kRegisters>();  // of the 168 that each thread begins with
+    give_registers<504 - kBackwardConsumers * Tile::kRegisters>();       // of the 168 that each thread begins with
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (warp == 0 && elect_thread()) load();
   } else {

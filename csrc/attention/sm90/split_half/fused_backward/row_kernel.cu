@@ -92,6 +92,7 @@ class RowGrads {
       parity ^= 1;
       float offset[2], inverse[2], delta[2];
       find_rows(at, row, segments, open, offset, inverse, delta);
+      __syncwarp();  // some lanes stored
       make_grads(at, row, segments, open, offset, inverse, delta);
     });
   }
