@@ -13,7 +13,6 @@
 #include "attention/sm90/split_half/fused_backward/parts.cuh"
 
 namespace attention_ext {
-namespace {
 
 template <int kE_>
 struct BiasGradTile {
@@ -36,9 +35,16 @@ struct BiasGradTile {
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
 
+// Whether any row of so many sees any of the keys.
+__device__ __forceinline__ bool sees_any(const SplitHalfBiasGradParams& p, int row, int rows, int key) {
+  return row < p.slice.row_count && key < p.slice.col_count && (!p.sequence.causal || key < row + rows);
+}
+
+namespace {
+
 struct BiasTile {
-  int64_t kept;               // number of the mask's matrix
-  int64_t first, begin, end;  // of those that share it: the first of all, and those of the slice
+  int64_t kept;        // number of the mask's matrix
+  int64_t begin, end;  // of those that share it, the slice's
   int row, key;
 };
 // Tile after tile of a CTA, of all matrices of the mask that some of the slice share.
@@ -63,8 +69,7 @@ __device__ __forceinline__ void for_each_bias_tile(const SplitHalfBiasGradParams
       }
       return begin;
     };
-    BiasTile at = {kept, 0, numbers_before(p.slice.batch_begin), numbers_before(p.slice.batch_begin + p.slice.batch_count),
-                   0,    0};
+    BiasTile at = {kept, numbers_before(p.slice.batch_begin), numbers_before(p.slice.batch_begin + p.slice.batch_count), 0, 0};
     if (at.begin == at.end) continue;
 #pragma unroll 1
     for (; next < of_matrix; next += gridDim.x) {
@@ -75,11 +80,6 @@ __device__ __forceinline__ void for_each_bias_tile(const SplitHalfBiasGradParams
     next -= of_matrix;
   }
 }
-// Whether any row of so many sees any of the keys.
-__device__ __forceinline__ bool sees_any(const SplitHalfBiasGradParams& p, int row, int rows, int key) {
-  return row < p.slice.row_count && key < p.slice.col_count && (!p.sequence.causal || key < row + rows);
-}
-
 template <class Tile>
 __device__ __forceinline__ void load_matrices_of_mask(const SplitHalfBiasGradParams& p, const FusedBackwardMaps& maps,
                                                       typename Tile::Shared& shared) {
