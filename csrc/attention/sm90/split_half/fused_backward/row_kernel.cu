@@ -235,7 +235,8 @@ class RowGrads {
       }
       const bool far =
           of.reference < kFarBelow + 256.0f || (of.reference > kFarAbove && of.reference < -negative_infinity(0.0f));
-      marked = marked || (!none && (far || !isfinite(sum) || !isfinite(delta[half])));
+      // Of NaN alone there is no reference.
+      marked = marked || (!none && far) || !isfinite(sum) || !isfinite(delta[half]);
     }
     if (row - static_cast<int>(lane() / 4) >= end_row) marked = false;
     if (marked) p_.marks[at.n] = 1;
