@@ -8,9 +8,9 @@
 // A slice is whole matrices, or some of their rows, with all keys that these see. Operands are split into terms once; where those
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
 // (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). Of narrow heads P and dS
-// come without those floats, from scores that are made twice (score_pairs.cu). Up to head dim 64 two kernels do all of that without
-// scores in memory (fused_backward/), and a third one the gradient of a mask, which else is the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
-// dS before it is summed.
+// come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is the pipeline's sum of dS.
+// Up to head dim 64 two kernels do all of that without scores in memory, and a third one a mask's gradient (fused_backward/).
+// In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
 
 #include "attention/pipeline/stage.h"

@@ -6,8 +6,8 @@
 // registers. Sums that span slices are carried in the gradient itself. No atomics: the same bits every time. Of a head that two
 // terms are not enough for, dS is made in float on CUDA cores: rare, so this is short, not fast.
 // One thread of a third warpgroup loads: terms of all four operands of a matrix, and what the matrix is.
-// Grid: persistent CTAs, one an SM. Shared memory: BiasGradTile::Shared, 193 KB. Registers: 216 a consumer thread: 32 each of S, dP,
-// their second parts, the mask and the sums.
+// Grid: persistent CTAs, one an SM. Shared memory: BiasGradTile::Shared, 193 KB. Registers: 216 a consumer thread: 32 each of S,
+// dP, their second parts, the mask and the sums.
 #include "attention/pipeline/mask_matrices.cuh"
 #include "attention/sm90/split_half/exact_heads.cuh"
 #include "attention/sm90/split_half/fused_backward/parts.cuh"
@@ -247,7 +247,7 @@ class BiasGrads {
 
 template <class Tile>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    split_half_bias_grads_kernel(const __grid_constant__ SplitHalfBiasGradParams p,
+    split_half_fused_mask_kernel(const __grid_constant__ SplitHalfBiasGradParams p,
                                  const __grid_constant__ FusedBackwardMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
@@ -270,7 +270,7 @@ cudaError_t launch_split_half_bias_grads(const SplitHalfBiasGradParams& params, 
     using Tile = decltype(tile);
     const int64_t tiles = std::min(params.matrices, slice.batch_count) * ceil_div(slice.row_count, kBackwardRows) *
                           ceil_div(params.S, kBackwardBlock);
-    return launch_fused_backward<Tile>(split_half_bias_grads_kernel<Tile>, params, terms, slice.batch_count, slice.row_count,
+    return launch_fused_backward<Tile>(split_half_fused_mask_kernel<Tile>, params, terms, slice.batch_count, slice.row_count,
                                        matrices_of_slice(slice, params.group), slice.col_count, tiles, stream);
   };
   return std::max(params.E, params.Ev) <= 32 ? launch(BiasGradTile<32>()) : launch(BiasGradTile<64>());

@@ -1,7 +1,7 @@
 // The column kernel of the fused backward of float32 attention by half terms (Hopper): dV = P^T dO and dK = scale * dS^T Q, where
 // dS = P (dP - delta) and dP = dO V^T, without scores in memory. What P and dS take of a query is what the row kernel found.
 //
-// A CTA takes 128 keys, 64 for each of two consumer warpgroups, and walks over blocks of 64 queries, of all query heads of the keys'
+// A CTA takes 128 keys, 64 for each of two consumer warpgroups, and walks over blocks of 64 queries, of all heads of the keys'
 // group. Scores are multiplied with keys as rows, so that the terms of P^T and dS^T stay in registers: a result of wgmma lies there
 // as a left operand of it does. P, whose sum over keys is 1, has one power of two, 2^-15: what its terms leave out of a query's
 // probabilities is less than 2^-24 of their norm. dS has one for each key and block.
@@ -234,8 +234,8 @@ class ColumnGrads {
 
 template <class Tile, bool kMasked>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    split_half_column_grads_kernel(const __grid_constant__ SplitHalfFusedBackwardParams p,
-                                   const __grid_constant__ FusedBackwardMaps maps) {
+    split_half_fused_columns_kernel(const __grid_constant__ SplitHalfFusedBackwardParams p,
+                                    const __grid_constant__ FusedBackwardMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -273,8 +273,8 @@ cudaError_t launch_split_half_column_grads(const SplitHalfFusedBackwardParams& p
   };
   const auto of_tile = [&](auto tile) {
     using Tile = decltype(tile);
-    return params.mask_type != MaskType::kNone ? launch(tile, split_half_column_grads_kernel<Tile, true>)
-                                               : launch(tile, split_half_column_grads_kernel<Tile, false>);
+    return params.mask_type != MaskType::kNone ? launch(tile, split_half_fused_columns_kernel<Tile, true>)
+                                               : launch(tile, split_half_fused_columns_kernel<Tile, false>);
   };
   return std::max(params.E, params.Ev) <= 32 ? of_tile(FusedBackwardTile<32, true>()) : of_tile(FusedBackwardTile<64, true>());
 }

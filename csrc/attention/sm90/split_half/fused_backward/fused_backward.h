@@ -1,5 +1,5 @@
-// The backward of float32 attention by half terms without scores in memory, for head dims up to 64: a row kernel for dQ and a column
-// kernel for dK and dV, each of which makes scores anew from the operands' terms.
+// The backward of float32 attention by half terms without scores in memory, for head dims up to 64: a row kernel for dQ, a column
+// kernel for dK and dV, and one for a mask's gradient, each of which makes scores anew from the operands' terms.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,8 +1,8 @@
-// What the row and the column kernel of the fused backward share: a CTA's tile and its loads, products of terms, scores.
+// What the kernels of the fused backward share: a CTA's tile and its loads, products of terms, scores.
 //
-// A tile is 128 rows of two operands, of which each of two consumer warpgroups has 64: query and grad_out in the row kernel, key and
-// value in the column kernel. One thread of a third warpgroup loads them, and in a ring blocks of 64 rows of the other two. S and dP,
-// or what they are transposed, are products of the tile's rows and a block's; a consumer holds 64 x 64 of each.
+// A tile is 128 rows of two operands, of which each of two consumer warpgroups has 64: query and grad_out in the row kernel, key
+// and value in the column kernel. One thread of a third warpgroup loads them, and in a ring blocks of 64 rows of the other two. S
+// and dP, transposed in the column kernel, are products of the tile's rows and a block's; a consumer holds 64 x 64 of each.
 #pragma once
 
 #include <type_traits>
@@ -202,8 +202,8 @@ __device__ __forceinline__ float grads_unit(float (&grads)[kBackwardScores], int
   return __int_as_float((exponent + 127) << 23);
 }
 
-// What a mask adds to a fragment of scores, whose rows are queries or keys: element i is row i / 2 % 2 * 8 from `row` on, and column
-// i / 4 * 8 + i % 2 from `col` on. Rows from end_row on take the last one's; columns from end_col on 0. data: offset of the matrix.
+// What a mask adds to a fragment of scores, whose rows are queries or keys: element i is row i / 2 % 2 * 8 from `row` on, and
+// column i / 4 * 8 + i % 2 from `col` on. Rows from end_row on take the last one's; columns from end_col on 0. data: offset of the matrix.
 struct MaskPlace {
   int64_t offset, row_stride, col_stride;
   int row, end_row, col, end_col;
@@ -262,8 +262,8 @@ __device__ __forceinline__ void scale_scores(float (&x)[kBackwardScores], const 
 }
 
 // Both products of 64 queries and 64 keys, begun; x: scores as they go into the exponential, -inf where a row does not see the key.
-// The tile's rows and a block's are what scores are made of, and what their gradients are made of. `open`: keys that all of a warp's
-// rows see. load_bias(bias) reads the mask while they are multiplied.
+// The tile's rows and a block's are what scores are made of, and what their gradients are made of. `open`: keys that all rows of a
+// warp see. load_bias(bias) reads the mask while they are multiplied.
 template <class Tile, bool kMasked, class LoadBias>
 __device__ __forceinline__ ScoreFactor make_row_scores(float (&x)[kBackwardScores], float (&grads)[kBackwardScores],
                                                        float (&rest)[kBackwardScores],
@@ -304,8 +304,8 @@ __device__ __forceinline__ ScoreFactor make_row_scores(float (&x)[kBackwardScore
   return factor;
 }
 
-// The power of two of a row's dS, of which `largest` is the quad's own largest magnitude: the row's in [2^14, 2^15) of it.
-// Returns the factor that takes dS there. Sets `none` where all are 0 and `finite`.
+// The power of two of a row's dS, of which this thread's largest magnitude is given, the other three lanes' found here: the row's
+// largest is in [2^14, 2^15) of it. `factor` takes dS there. Of zeros the power is less than any.
 struct RowScale {
   int exponent;
   float factor;

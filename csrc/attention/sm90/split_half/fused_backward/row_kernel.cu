@@ -10,6 +10,7 @@
 // Grid: persistent CTAs, one an SM; causal: longest first. Shared memory: FusedBackwardTile::Shared, 225 KB. Registers: 240 a
 // consumer thread: 32 each of S, dP and their second parts, and of dQ (half as many up to head dim 32).
 #include "attention/sm90/split_half/fused_backward/parts.cuh"
+#include "attention/sm90/split_half/fused_backward/row_sums.cuh"
 
 namespace attention_ext {
 namespace {
@@ -38,40 +39,6 @@ __device__ __forceinline__ void for_each_row_tile(const SplitHalfFusedBackwardPa
     visit(at);
   }
 }
-
-// A sum with what its additions round away (Kahan 1965): an error of delta is one of all of a row's dS.
-struct CompensatedSum {
-  float sum = 0.0f, rest = 0.0f;
-  __device__ __forceinline__ void add(float part) {
-    const float now = part + rest, total = sum + now;
-    rest = now - (total - sum);
-    sum = total;
-  }
-  __device__ __forceinline__ void scale(float factor) {
-    sum *= factor;
-    rest *= factor;
-  }
-  __device__ __forceinline__ double of_row() const { return warp_sum<4>(static_cast<double>(sum) + rest); }
-};
-
-// What the first walk finds of a row: of all its weights, relative to 2^reference. Sums are of this thread's keys.
-struct RowSums {
-  float reference = negative_infinity(0.0f);
-  CompensatedSum sum, delta;
-  float single = 0.0f;  // dP of the row's only key, if it sees no other
-  float keys = 0.0f;    // that it sees, if there is a mask
-
-  // What came before is brought to a segment's reference, if that is larger. Returns the offset of the segment's exponents.
-  __device__ __forceinline__ float step(float largest, float unit) {
-    const bool none = largest == negative_infinity(0.0f);
-    const float of_segment = none ? largest : maximum(ceilf(largest * unit), kFarBelow), now = maximum(reference, of_segment);
-    const float factor = segment_factor(reference, now);
-    sum.scale(factor);
-    delta.scale(factor);
-    reference = now;
-    return now == negative_infinity(0.0f) ? 0.0f : -now;
-  }
-};
 
 template <class Tile, bool kMasked>
 class RowGrads {
@@ -340,8 +307,8 @@ class RowGrads {
 
 template <class Tile, bool kMasked>
 __global__ void __launch_bounds__(kBackwardThreads, 1)
-    split_half_row_grads_kernel(const __grid_constant__ SplitHalfFusedBackwardParams p,
-                                const __grid_constant__ FusedBackwardMaps maps) {
+    split_half_fused_rows_kernel(const __grid_constant__ SplitHalfFusedBackwardParams p,
+                                 const __grid_constant__ FusedBackwardMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
@@ -377,8 +344,8 @@ cudaError_t launch_split_half_row_grads(const SplitHalfFusedBackwardParams& para
   };
   const auto of_tile = [&](auto tile) {
     using Tile = decltype(tile);
-    return params.mask_type != MaskType::kNone ? launch(tile, split_half_row_grads_kernel<Tile, true>)
-                                               : launch(tile, split_half_row_grads_kernel<Tile, false>);
+    return params.mask_type != MaskType::kNone ? launch(tile, split_half_fused_rows_kernel<Tile, true>)
+                                               : launch(tile, split_half_fused_rows_kernel<Tile, false>);
   };
   return std::max(params.E, params.Ev) <= 32 ? of_tile(FusedBackwardTile<32, false>())
                                              : of_tile(FusedBackwardTile<64, false>());
