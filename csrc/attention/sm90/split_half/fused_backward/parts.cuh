@@ -203,7 +203,8 @@ __device__ __forceinline__ float grads_unit(float (&grads)[kBackwardScores], int
 }
 
 // What a mask adds to a fragment of scores, whose rows are queries or keys: element i is row i / 2 % 2 * 8 from `row` on, and
-// column i / 4 * 8 + i % 2 from `col` on. Rows from end_row on take the last one's; columns from end_col on 0. data: offset of the matrix.
+// column i / 4 * 8 + i % 2 from `col` on. Rows from end_row on take the last one's, columns from end_col on 0. offset: of the
+// matrix.
 struct MaskPlace {
   int64_t offset, row_stride, col_stride;
   int row, end_row, col, end_col;

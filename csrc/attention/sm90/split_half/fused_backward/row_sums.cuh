@@ -5,12 +5,13 @@
 
 namespace attention_ext {
 
-// A sum with what its additions round away (Kahan 1965): an error of delta is one of all of a row's dS.
+// A sum with what its additions round away (Knuth's TwoSum): an error of delta is one of all of a row's dS.
 struct CompensatedSum {
   float sum = 0.0f, rest = 0.0f;
   __device__ __forceinline__ void add(float part) {
-    const float now = part + rest, total = sum + now;
-    rest = now - (total - sum);
+    part += rest;
+    const float total = sum + part, of_part = total - sum;
+    rest = (sum - (total - of_part)) + (part - of_part);
     sum = total;
   }
   __device__ __forceinline__ void scale(float factor) {
