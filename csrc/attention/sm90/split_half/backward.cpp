@@ -47,7 +47,8 @@ class Backward {
   cudaError_t clear() const { return cudaMemsetAsync(params_.workspace, 0, slices_.cleared, stream_); }
   // Of the range's rows.
   cudaError_t run() const {
-    cudaError_t status = cudaMemsetAsync(at<void>(slices_.parts_at), 0, slices_.part_bytes, stream_);
+    cudaError_t status = cudaSuccess;
+    if (slices_.part_bytes > 0) status = cudaMemsetAsync(at<void>(slices_.parts_at), 0, slices_.part_bytes, stream_);
     for (int64_t batch = 0; batch < params_.N && status == cudaSuccess; batch += slices_.matrices) {
       status = run_slice(
           {batch, std::min(slices_.matrices, params_.N - batch), slices_.row_begin, slices_.rows, 0, slices_.all_keys});
