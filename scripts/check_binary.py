@@ -28,6 +28,7 @@ SPLIT_PRODUCTS = (
     *("WgmmaLinearWork", "SplitHalfScoresWork", "SplitHalfValuesWork"),
     *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel", "split_half_score_pairs_kernel"),
 )
+SPLIT_FUSED = tuple(f"split_half_fused_{part}_kernel" for part in ("rows", "columns", "mask"))  # their backward in registers
 FUSED = ("fused_forward_kernel", "rows_forward_kernel")
 WARPGROUP_ARCH = "sm_90a"
 HALF = ("__half", "__nv_bfloat16")
@@ -85,7 +86,7 @@ def check_products(functions: list[tuple[str, str, str]], findings: list[str]) -
 def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[str]) -> None:
     """The products by wgmma, of both half types and float; the fused forwards in every instance that any architecture has."""
     wanted = [(product, dtype) for product in WGMMA_PRODUCTS for dtype in HALF]
-    wanted += [(product, SPLIT) for product in SPLIT_PRODUCTS]
+    wanted += [(product, SPLIT) for product in SPLIT_PRODUCTS] + [(kernel, "") for kernel in SPLIT_FUSED]
     for kernel in FUSED:
         names = [name for _, name, _ in functions if kernel in name]
         # The class of head dims; of the row kernels the rows and what becomes of scores, of the others whether keys are split and
@@ -101,7 +102,7 @@ def check_wgmma_products(functions: list[tuple[str, str, str]], findings: list[s
         for name, code in chosen:
             check_code(WARPGROUP_ARCH, name, code, ("HGMMA", "UTMALDG"), findings)
     for arch, name, code in functions:
-        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WGMMA_PRODUCTS, *SPLIT_PRODUCTS, *FUSED)):
+        if arch != WARPGROUP_ARCH and any(kernel in name for kernel in (*WGMMA_PRODUCTS, *SPLIT_PRODUCTS, *SPLIT_FUSED, *FUSED)):
             check_code(arch, name, code, (r"BPT\.TRAP",), findings)
 
 

@@ -95,12 +95,11 @@ std::string split_half_backward_refuses(const Problem& p) {
 
 int64_t split_half_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   if (!split_half_refuses(p).empty()) return kNoCost;
-  const SplitHalfBackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal};
+  const bool fused = split_half_backward_fuses(p.E, p.Ev, p.dropout, p.mask_grad, p.mask_rows);
+  const int64_t mask_matrices = p.mask_grad ? p.mask_matrices : 0;
+  const SplitHalfBackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal, mask_matrices, fused};
   const SplitHalfBackwardPlan plan = plan_split_half_backward(sizes, cap, card.sms);
-  // The mask's gradient: dS read, and what of it is written. Not fitted.
-  constexpr int64_t kScoreBytes = 8, kBytesPerNs = 2600;
-  const int64_t mask_grad = p.mask_grad ? times(p.N, times(p.L, p.S), kScoreBytes) / kBytesPerNs : 0;
-  return plan.bytes <= cap ? std::min(plan.ns + mask_grad, kMostCost) : kMostCost;  // the pipeline needs less
+  return plan.bytes <= cap ? plan.ns : kMostCost;  // the pipeline needs less
 }
 
 }  // namespace

@@ -17,6 +17,8 @@ struct SplitHalfBackwardSizes {
   int64_t N, L, S, E, Ev;
   int64_t group;  // query heads per head of key and of value
   bool causal;
+  int64_t mask_matrices;  // whose gradient is wanted; 0: no mask's
+  bool fused;             // may do without scores in memory: split_half_backward_fuses
 
   bool operator==(const SplitHalfBackwardSizes&) const = default;
   int64_t keys_of_rows(int64_t end) const { return causal ? std::min(S, end) : S; }  // that rows before `end` see
@@ -26,6 +28,13 @@ struct SplitHalfBackwardSizes {
 // Whether scores are made twice, first for what their rows need, instead of kept as floats: 20 bytes of a score less against both
 // products again. By the estimate that would pay up to 256; measure it there first.
 constexpr bool split_half_scores_twice(int64_t E, int64_t Ev) { return std::max(E, Ev) <= 128; }
+
+// Whether the gradients can be made without scores in memory: sums of dK and of dV, scores and their gradients, and terms of these
+// are what registers hold up to head dim 64. A mask's gradient is one of whole matrices then.
+constexpr bool split_half_backward_fuses(int64_t E, int64_t Ev, bool dropout, bool mask_grad, bool whole_mask) {
+  return std::max(E, Ev) <= 64 && !dropout && (!mask_grad || whole_mask);
+}
+constexpr int64_t kSplitHalfRecordBytes = 768;  // of 64 queries, SplitHalfQueryRecord
 
 // Which sums of the gradients are cut along k, so that a few long ones do not keep the card waiting: some into so many parts; or
 // all, into an equal share for every SM.
@@ -39,6 +48,7 @@ struct SplitHalfGradientParts {
 // matrices, the ticket and its like, and numbers of all rows for what is made anew, which outlast slices; then a slice's arrays.
 // Gradients that span slices are carried in the gradients themselves.
 struct SplitHalfBackwardSlices {
+  bool fused;  // whole matrices, without scores in memory
   int64_t row_begin, rows;
   int64_t matrices;  // with all rows whole groups or an equal part of one
   int64_t all_keys;  // that these rows see
@@ -46,7 +56,7 @@ struct SplitHalfBackwardSlices {
   int64_t key_matrices;
   int64_t pitch;  // of scores
   int64_t marks_at, largest_at, ticket_at, exact_at, parts_at, query_at, grad_out_at, key_at, value_at, exponents_at,
-      weights_at, grads_at, segments_at, deltas_at, row_values_at, tiles_at;
+      weights_at, grads_at, segments_at, deltas_at, row_values_at, tiles_at, records_at;
   int64_t cleared;     // of these, before the first slice
   int64_t part_bytes;  // of counts of parts, cleared as well
   SplitHalfGradientParts parts;
@@ -71,6 +81,17 @@ class SplitHalfBackwardPlanner {
 
   // The cut of the lowest estimate that stays under the cap, if one does. All sizes are at least 1.
   SplitHalfBackwardPlan plan() {
+    cut_scores();
+    // The mask's gradient: dS read, and what of it is written. Not fitted.
+    constexpr int64_t kScoreBytes = 8, kBytesPerNs = 2600;
+    if (sizes_.mask_matrices > 0) best_.ns += times(sizes_.N, times(sizes_.L, sizes_.S), kScoreBytes) / kBytesPerNs;
+    if (sizes_.fused) offer({most_fused_matrices()});
+    best_.ns = std::min(best_.ns, kMostCost);
+    return best_;
+  }
+
+ private:
+  void cut_scores() {
     offer({most_matrices(0, sizes_.L)});
     if (sizes_.causal) {  // rows see different numbers of keys: more matrices of the first
       for (int64_t count : {2, 4}) {
@@ -95,13 +116,12 @@ class SplitHalfBackwardPlanner {
         best_.ns += best_.ranges.back().ns;
       }
     }
-    return best_;
   }
 
- private:
   // keys: of a piece, if there are as many.
-  SplitHalfBackwardSlices slices(int64_t matrices, int64_t row_begin, int64_t rows, int64_t keys) const {
+  SplitHalfBackwardSlices slices(int64_t matrices, int64_t row_begin, int64_t rows, int64_t keys, bool fused = false) const {
     SplitHalfBackwardSlices slices = {};
+    slices.fused = fused;
     slices.row_begin = row_begin;
     slices.rows = rows;
     slices.matrices = matrices;
@@ -121,13 +141,18 @@ class SplitHalfBackwardPlanner {
     slices.ticket_at = place(4);
     slices.cleared = at;
     slices.exact_at = place(times(sizes_.N, sizes_.L, 16));
-    slices.part_bytes = 8 * (query_tiles(slices) + key_tiles(slices));
+    slices.part_bytes = fused ? 0 : 8 * (query_tiles(slices) + key_tiles(slices));
     slices.parts_at = place(slices.part_bytes);
     slices.query_at = place(matrices * rows * slice_pitch(sizes_.E) * 4);
     slices.grad_out_at = place(matrices * rows * slice_pitch(sizes_.Ev) * 4);
     slices.key_at = place(slices.key_matrices * slices.keys * slice_pitch(sizes_.E) * 4);
     slices.value_at = place(slices.key_matrices * slices.keys * slice_pitch(sizes_.Ev) * 4);
     slices.exponents_at = place(2 * (slices.row_blocks() + slices.key_blocks()) * 4);
+    slices.records_at = place(fused ? slices.row_blocks() * kSplitHalfRecordBytes : 0);
+    if (fused) {
+      slices.bytes = at;
+      return slices;
+    }
     slices.weights_at = place(matrices * rows * slices.pitch * 4);
     slices.grads_at = place(matrices * rows * slices.pitch * 4);
     slices.segments_at = place(matrices * rows * (slices.pitch / kSegment) * 8);
@@ -164,6 +189,18 @@ class SplitHalfBackwardPlanner {
     return best;
   }
 
+  // Slices of about as many groups each, of as many as fit, without scores.
+  SplitHalfBackwardSlices most_fused_matrices() const {
+    const int64_t group = sizes_.group, groups = sizes_.N / group;
+    const auto of = [&](int64_t count) { return slices(count * group, 0, sizes_.L, sizes_.keys(), true); };
+    const int64_t one = of(1).bytes, more = std::max<int64_t>(of(2).bytes - one, 1);
+    int64_t most = one > cap_ ? 1 : std::min(groups, (cap_ - one) / more + 1);
+    while (most > 1 && !fits(of(most))) --most;  // places are rounded up
+    SplitHalfBackwardSlices best = of(ceil_div(groups, ceil_div(groups, most)));
+    best.ns = fused_ns(best);
+    return best;
+  }
+
   // From the last rows up, which see the most keys: as many as fit, and so many tiles fewer.
   std::vector<SplitHalfBackwardSlices> rows_of_one_matrix(int64_t keys, int64_t fewer) const {
     std::vector<SplitHalfBackwardSlices> ranges;
@@ -196,7 +233,7 @@ class SplitHalfBackwardPlanner {
       bytes = std::max(bytes, range.bytes);
       ns += range.ns;
     }
-    if (ranges.empty() || bytes > cap_ || (!best_.ranges.empty() && ns >= best_.ns)) return;
+    if (ranges.empty() || bytes > cap_ || (!best_.ranges.empty() && best_.bytes <= cap_ && ns >= best_.ns)) return;
     best_ = {std::move(ranges), bytes, ns};
   }
 
@@ -282,6 +319,35 @@ class SplitHalfBackwardPlanner {
     const int64_t of_slice = launches * kLaunch + scores + sums + score_bytes / kTermsBytesPerNs + split / kSplitBytesPerNs +
                              (cold + carried) / kBytesPerNs;
     return times(ceil_div(sizes_.N, s.matrices), of_slice);
+  }
+
+  // Both walks of a row tile over 64 keys, and a column tile's over 64 queries; predicted.
+  static constexpr int64_t kRowSegment[2] = {2300, 3200}, kColumnBlock[2] = {2000, 2800}, kFusedTile = 4000;
+  // A mask's tile of 128 x 64 over a matrix, which is 96 KB of terms; and to look for a mask's matrices in a slice; predicted.
+  static constexpr int64_t kMaskStep[2] = {1600, 2600}, kMaskMatrix = 600;
+
+  int64_t fused_ns(const SplitHalfBackwardSlices& s) const {
+    constexpr int64_t kSplitBytesPerNs = 3000;
+    const int wide = std::max(sizes_.E, sizes_.Ev) > 32 ? 1 : 0;
+    const int64_t rows = ceil_div(s.rows, kSplitHalfTile), all_keys = ceil_div(sizes_.S, kSplitHalfTile),
+                  keys = ceil_div(s.all_keys, kSplitHalfTile);
+    const int64_t steps = 2 * times(s.matrices, seen_tiles(s));  // of all tiles
+    // Causal tiles even out but for the longest.
+    const auto kernel = [&](int64_t tiles, int64_t longest, int64_t step) {
+      const int64_t even = times(ceil_div(steps, sms_), step) + ceil_div(tiles, sms_) * kFusedTile;
+      if (sizes_.causal) return std::max(even, longest * step + kFusedTile);
+      return times(ceil_div(tiles, sms_), longest * step + kFusedTile);
+    };
+    const int64_t of_rows = kernel(s.matrices * rows, 2 * keys, kRowSegment[wide]),
+                  of_columns = kernel(s.key_matrices * all_keys, times(2 * rows, sizes_.group), kColumnBlock[wide]);
+    const int64_t split = 8 * (s.matrices * s.rows + s.key_matrices * s.all_keys) * (sizes_.E + sizes_.Ev);
+    int64_t of_mask = 0;
+    if (sizes_.mask_matrices > 0) {
+      const int64_t in_slice = std::min(s.matrices, sizes_.mask_matrices), share = ceil_div(s.matrices, in_slice);
+      of_mask = 2 * kLaunch + times(sizes_.mask_matrices, kMaskMatrix) +
+                kernel(times(in_slice, rows, 2 * all_keys), share, kMaskStep[wide]);
+    }
+    return times(ceil_div(sizes_.N, s.matrices), 3 * kLaunch + split / kSplitBytesPerNs + of_rows + of_columns + of_mask);
   }
 
   const SplitHalfBackwardSizes& sizes_;

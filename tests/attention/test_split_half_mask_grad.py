@@ -91,6 +91,23 @@ def test_what_is_made_anew(kind: str, shape: tuple[int, ...], room: str) -> None
     hold(gradients(tensors, mask, workspace_bytes=CAPS[room])[3], tensors, mask)
 
 
+@pytest.mark.parametrize("room", CAPS)
+@pytest.mark.parametrize("shape", [(L, S), (1, H, L, S), (B, 1, L, S), (B, H, L, S)], ids=str)
+@pytest.mark.parametrize("dims", [(32, 32), (64, 48)], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "lengths", "columns"])
+def test_without_scores_in_memory(kind: str, dims: tuple[int, int], shape: tuple[int, ...], room: str, poison_all: None) -> None:
+    """Narrow heads and whole matrices of the mask: dS is made anew for their sum, on CUDA cores where terms will not do."""
+    (q, k, v, grad), mask = draw(*dims), normal(*shape, device="cuda")
+    lengths = torch.tensor([0, 137], dtype=torch.int32, device="cuda") if kind == "lengths" else None
+    if kind == "columns":
+        scales = torch.exp2(torch.randint(-16, 17, dims[:1], device="cuda").float())
+        q, k = q * scales, k / scales
+    call = {"workspace_bytes": CAPS[room], "key_lengths": lengths}
+    grads, again = (gradients((q, k, v, grad), mask, **call) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
+    hold(grads[3], (q, k, v, grad), mask, lengths)
+
+
 def test_not_finite() -> None:
     """A NaN is in the rows of its head alone."""
     tensors, mask = draw(), normal(B, H, L, S, device="cuda")

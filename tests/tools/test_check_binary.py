@@ -37,6 +37,7 @@ def names() -> list[str]:
         *("WgmmaLinearWork", "SplitHalfScoresWork", "SplitHalfValuesWork"),
         *("SplitHalfWeightsWork", "SplitHalfWeightGradsWork", "split_half_gradients_kernel", "split_half_score_pairs_kernel"),
     )
+    fused += [f"_Zsplit_half_fused_{part}_kernelIEv" for part in ("rows", "columns", "mask")]
     return [*fused, *halves, *(f"_Z{kernel}I18SplitHalfWgmmaTileEEv" for kernel in split)]
 
 

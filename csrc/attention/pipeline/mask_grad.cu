@@ -10,6 +10,7 @@
 // the mask the first one's CTAs work. Shared memory: 8 x 512 accumulators, 16 KB (double: 32 KB). 124 registers: two CTAs an SM.
 #include <type_traits>
 
+#include "attention/pipeline/mask_matrices.cuh"
 #include "attention/pipeline/params.h"
 #include "attention/pipeline/stage.h"
 #include "attention/visibility/key_range.cuh"
@@ -49,27 +50,6 @@ struct Work {
 struct Entry {
   int64_t kept, first, last;
 };
-
-// Score matrix number `reduced` of mask matrix number `kept`, which is counted row-major over the batch dims that the mask has
-// (batch_stride not 0). It grows with `reduced`.
-__device__ __forceinline__ int64_t matrix_index(const BatchDims& batch, const MatrixView& mask_grad, int64_t kept,
-                                                int64_t reduced) {
-  int64_t n = 0, weight = 1;
-#pragma unroll 1  // divisions are long code
-  for (int dim = batch.count - 1; dim >= 0; --dim) {
-    const bool is_kept = mask_grad.batch_stride[dim] != 0;
-    int64_t quotient, index;
-    divide(is_kept ? kept : reduced, batch.size[dim], quotient, index);
-    if (is_kept) {
-      kept = quotient;
-    } else {
-      reduced = quotient;
-    }
-    n += index * weight;
-    weight *= batch.size[dim];
-  }
-  return n;
-}
 
 // The entry of a matrix of the slice; false where an earlier one has the same.
 __device__ __forceinline__ bool find_entry(const MaskGradParams& p, int64_t sharing, int64_t slice_index, Entry& entry) {

@@ -8,12 +8,13 @@
 // A slice is whole matrices, or some of their rows, with all keys that these see. Operands are split into terms once; where those
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
 // (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). Of narrow heads P and dS
-// come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is
-// the pipeline's sum of dS. In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of
-// dS before it is summed.
+// come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is the pipeline's sum of dS.
+// Up to head dim 64 two kernels do all of that without scores in memory, and a third one a mask's gradient (fused_backward/).
+// In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
 
 #include "attention/pipeline/stage.h"
+#include "attention/sm90/split_half/fused_backward/fused_backward.h"
 #include "attention/sm90/split_half/terms_map.h"
 #include "core/device_info.h"
 #include "plan/split_half_backward_slices.h"
@@ -21,9 +22,21 @@
 namespace attention_ext {
 namespace {
 
+// Of the mask whose gradient is wanted; 0: of none.
+int64_t mask_matrices_of(const BackwardParams& p) {
+  int64_t matrices = p.mask_grad.data == nullptr ? 0 : 1;
+  for (int dim = 0; dim < p.batch.count; ++dim) {
+    if (p.mask_grad.batch_stride[dim] != 0) matrices *= p.batch.size[dim];
+  }
+  return matrices;
+}
+
 SplitHalfBackwardPlan plan_backward(const BackwardParams& p) {
-  return plan_split_half_backward({p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.sequence.causal}, p.workspace_bytes,
-                                  current_device_info().sms);
+  const int64_t mask_matrices = mask_matrices_of(p);
+  const bool whole = p.mask_grad.row_stride != 0 && p.mask_grad.col_stride != 0,
+             fused = split_half_backward_fuses(p.E, p.Ev, p.dropout.seed != nullptr, mask_matrices > 0, whole);
+  return plan_split_half_backward({p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.sequence.causal, mask_matrices, fused},
+                                  p.workspace_bytes, current_device_info().sms);
 }
 
 class Backward {
@@ -34,7 +47,8 @@ class Backward {
   cudaError_t clear() const { return cudaMemsetAsync(params_.workspace, 0, slices_.cleared, stream_); }
   // Of the range's rows.
   cudaError_t run() const {
-    cudaError_t status = cudaMemsetAsync(at<void>(slices_.parts_at), 0, slices_.part_bytes, stream_);
+    cudaError_t status = cudaSuccess;
+    if (slices_.part_bytes > 0) status = cudaMemsetAsync(at<void>(slices_.parts_at), 0, slices_.part_bytes, stream_);
     for (int64_t batch = 0; batch < params_.N && status == cudaSuccess; batch += slices_.matrices) {
       status = run_slice(
           {batch, std::min(slices_.matrices, params_.N - batch), slices_.row_begin, slices_.rows, 0, slices_.all_keys});
@@ -86,6 +100,7 @@ class Backward {
   bool in_pieces() const { return slices_.keys < slices_.all_keys; }
 
   cudaError_t run_slice(const Slice& slice) const {
+    if (slices_.fused) return run_fused(slice);
     const bool twice = split_half_scores_twice(params_.E, params_.Ev);
     cudaError_t status = for_each_piece(slice, [&](const Slice& piece) {
       const cudaError_t split = split_operands(piece, piece.col_begin == 0, true);
@@ -104,6 +119,50 @@ class Backward {
       return split == cudaSuccess ? make_gradients(piece) : split;
     });
     return status == cudaSuccess && params_.mask_grad.data != nullptr ? make_mask_grad(slice) : status;
+  }
+
+  // Without scores in memory.
+  cudaError_t run_fused(const Slice& slice) const {
+    const BackwardParams& p = params_;
+    SplitHalfBiasGradParams fused = {};
+    fused.batch = p.batch;
+    fused.slice = slice;
+    fused.sequence = p.sequence;
+    fused.S = p.S;
+    fused.E = p.E;
+    fused.Ev = p.Ev;
+    fused.group = p.key_group;
+    fused.scale = p.scale;
+    fused.mask = p.mask;
+    fused.mask_type = p.mask_type;
+    fused.query_exponents = exponents(kQuery);
+    fused.grad_out_exponents = exponents(kGradOut);
+    fused.key_exponents = exponents(kKey);
+    fused.value_exponents = exponents(kValue);
+    fused.grad_lse = p.grad_lse;
+    fused.grad_query = p.grad_query;
+    fused.grad_key = p.grad_key;
+    fused.grad_value = p.grad_value;
+    fused.records = at<SplitHalfQueryRecord>(slices_.records_at);
+    fused.marks = at<uint8_t>(slices_.marks_at);
+    fused.largest_grads = at<uint32_t>(slices_.largest_at);
+    static_assert(sizeof(SplitHalfQueryRecord) == kSplitHalfRecordBytes);
+    cudaError_t status = split_operands(slice, true, true);
+    const auto then = [&](auto launch) {
+      if (status != cudaSuccess) return;
+      status = launch(fused, at<void>(slices_.query_at), at<void>(slices_.key_at), at<void>(slices_.grad_out_at),
+                      at<void>(slices_.value_at), stream_);
+    };
+    then(launch_split_half_row_grads);
+    then(launch_split_half_column_grads);
+    if (status != cudaSuccess || p.mask_grad.data == nullptr) return status;
+    fused.exact = exact_of(slice);
+    fused.mask_grad = p.mask_grad;
+    fused.matrices = mask_matrices_of(p);
+    fused.sharing = p.N / fused.matrices;
+    status = launch_split_half_exact_rows(fused.exact, stream_);
+    then(launch_split_half_bias_grads);
+    return status;
   }
 
   // Of key always.
@@ -210,7 +269,7 @@ class Backward {
     SplitHalfExactBackwardParams exact = exact_of(slice);
     exact.score_grads = at<float>(slices_.grads_at);
     exact.grad_exponents = terms.grad_exponents;
-    const cudaError_t status = launch_split_half_exact_score_grads(exact, stream_);
+    const cudaError_t status = launch_split_half_exact_rows(exact, stream_);
     if (status != cudaSuccess) return status;
     Slice whole_rows = slice;  // mask_grad has all keys, also those that no row of the slice sees
     whole_rows.col_count = params_.S;
@@ -258,6 +317,7 @@ int64_t split_half_backward_workspace(const BackwardParams& params) { return pla
 
 bool split_half_backward_sums_mask(const BackwardParams& params) {
   const SplitHalfBackwardPlan plan = plan_backward(params);
+  if (plan.ranges.front().fused) return false;  // they span slices in the gradient
   int64_t matrices = params.N;
   for (const SplitHalfBackwardSlices& range : plan.ranges) matrices = std::min(matrices, range.matrices);
   return mask_sums_span(params, matrices, plan.ranges.front().rows);  // if there are more ranges, of fewer rows than all

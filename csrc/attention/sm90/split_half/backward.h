@@ -87,8 +87,8 @@ cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, 
                                         void* grad_out_terms, cudaStream_t stream);
 // Of all matrices.
 cudaError_t launch_split_half_exact_backward(const SplitHalfExactBackwardParams& params, cudaStream_t stream);
-// dS of a slice of whole rows, of what is known to call for it when the slice is done.
-cudaError_t launch_split_half_exact_score_grads(const SplitHalfExactBackwardParams& params, cudaStream_t stream);
+// Of a slice of whole rows, of what is known to call for it when the slice is done: dS; without score_grads, rows' values and dQ.
+cudaError_t launch_split_half_exact_rows(const SplitHalfExactBackwardParams& params, cudaStream_t stream);
 
 // As pipeline_backward and its company.
 int64_t split_half_backward_workspace(const BackwardParams& params);

@@ -5,33 +5,13 @@
 //    sum, for delta = sum of P * dP - grad_lse, and for dQ, which grows in memory, or dS. Each time scores are made again.
 // 2. A CTA at a time takes 16 keys of a key head and goes through the rows of its query heads: dV and dK.
 // Grid: CTAs that stay and look for such heads. 256 threads: 16 a row. Shared memory: 31 KB.
-#include "attention/sm90/split_half/backward.h"
-#include "attention/sm90/split_half/exact_products.cuh"
+#include "attention/sm90/split_half/exact_heads.cuh"
 #include "core/device_info.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
 
 namespace attention_ext {
 namespace {
-
-// Whether a head is marked, or what its terms leave out may be too much for scores, or more than 2^-21 of the largest product of
-// grad_out and value that there is: their norms, which one column may make by itself, do not tell.
-__device__ __forceinline__ bool needs_exact(const SplitHalfExactBackwardParams& p, int64_t n) {
-  const int64_t of_key = n / p.call.key_group * p.call.key_group;
-  const SplitHalfFacts query = p.query[n], grad_out = p.grad_out[n], key = p.key[of_key], value = p.value[of_key];
-  const float kept = p.call.dropout.seed == nullptr ? 1.0f : static_cast<float>(p.call.dropout.keep_scale);
-  const bool enough_grads = left_out(grad_out, value) * kept <= 0x1p-21f * __uint_as_float(p.largest_grads[n]);
-  return scores_need_exact(p.call, query, key) || !enough_grads || p.marks[n] != 0 || value.exact != 0 || grad_out.exact != 0;
-}
-__device__ __forceinline__ bool any_needs_exact(const SplitHalfExactBackwardParams& p, int64_t key_head) {
-  bool any = false;
-  for (int64_t head = 0; head < p.call.key_group; ++head) any = any || needs_exact(p, key_head * p.call.key_group + head);
-  return any;
-}
-
-__device__ __forceinline__ float probability(float score, float max, float sum) {
-  return score == negative_infinity(0.0f) ? 0.0f : expf(score - max) / sum;
-}
 
 __global__ void __launch_bounds__(kExactThreads, 1)
     split_half_exact_rows_kernel(const __grid_constant__ SplitHalfExactBackwardParams p) {
@@ -63,7 +43,7 @@ __global__ void __launch_bounds__(kExactThreads, 1)
       multiply_rows(grad_out, head.rows_of(call.value, first_key, end), Ev, s, grads);
 #pragma unroll
       for (int i = 0; i < kExactOfThread; ++i) {
-        x[i] = probability(x[i], max, sum);
+        x[i] = exact_probability(x[i], max, sum);
         grads[i] = head.keeps(row, first_key + exact_place(i)) ? grads[i] * head.keep_scale() : 0.0f;
       }
     };
@@ -175,7 +155,7 @@ __global__ void __launch_bounds__(kExactThreads, 1)
           const int row = first_row + exact_place(i);
           const SplitHalfRowValues of_row =
               row < call.L ? p.row_values[n * call.L + row] : SplitHalfRowValues{0.0f, 1.0f, 0.0f};
-          const float weight = probability(head.score(x[i], row, key), of_row.reference, of_row.sum);
+          const float weight = exact_probability(head.score(x[i], row, key), of_row.reference, of_row.sum);
           const bool kept = head.keeps(row, key);
           s.weights[exact_row()][exact_place(i)] = kept ? weight : 0.0f;
           grads[i] = weight == 0.0f ? 0.0f : weight * ((kept ? grads[i] * head.keep_scale() : 0.0f) - of_row.delta);
@@ -208,7 +188,7 @@ int64_t most_ctas() { return 8 * current_device_info().sms; }
 
 }  // namespace
 
-cudaError_t launch_split_half_exact_score_grads(const SplitHalfExactBackwardParams& params, cudaStream_t stream) {
+cudaError_t launch_split_half_exact_rows(const SplitHalfExactBackwardParams& params, cudaStream_t stream) {
   const int64_t units = params.slice.batch_count * ceil_div(params.slice.row_count, kExactTileRows);
   return launch_kernel(split_half_exact_rows_kernel, {std::min(units, most_ctas()), kExactThreads}, stream, params);
 }
