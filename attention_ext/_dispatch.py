@@ -44,17 +44,18 @@ def redispatch(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _are_plain_on_cuda(arguments: Iterable[Any]) -> bool:
     """Whether no key of the dispatcher but CUDA has a say in a call of a kernel with these arguments."""
-    if dispatch_modes() or transforms() or forward_mode_is_open():
-        return False
     for argument in arguments:
-        if isinstance(argument, Tensor) and not (type(argument) is Tensor and argument.is_cuda and not argument.is_neg()):
+        if type(argument) is Tensor:
+            if not argument.is_cuda or argument.is_neg():
+                return False
+        elif isinstance(argument, Tensor):
             return False
-    return True
+    return not (dispatch_modes() or transforms() or forward_mode_is_open())
 
 
 def call_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator's kernel, from anywhere else; past the guard and BackendSelect where nothing but the kernel can be meant."""
-    if args[0].is_cuda and _are_plain_on_cuda((*args, *kwargs.values())):
+    if _are_plain_on_cuda((*args, *kwargs.values()) if kwargs else args):
         return redispatch(operator, CUDA, *args, **kwargs)
     with below_autograd():
         return operator(*args, **kwargs)

@@ -9,7 +9,7 @@ from .._checks import surely
 from .._dispatch import CUDA, redispatch
 from .._torch_private import chosen_by_torch, math_attention, torch_sdpa
 from . import torch_cuda
-from .autograd import attend
+from .autograd import attend, record_again
 from .call import AttentionCall
 from .choice import BACK_ENDS
 from .layout import empty_results, in_order_of
@@ -76,10 +76,13 @@ def shortest(target: str, call: AttentionCall) -> Run:
         out: Tensor = torch_sdpa(*arguments[:3])  # it takes a while to read five more arguments
         return out if out.stride() == strides else in_order_of(arguments[0], out)
 
+    if target == "kernel" and call.query.is_cuda and call.needs_grad():
+        again = record_again(call)
+        return lambda arguments: again(*arguments[:4])
     if call.expanded() is not call:
         return anyhow
     if target == "kernel":
-        return by_kernel if call.query.is_cuda and call.dropout_p == 0.0 and not call.needs_grad() else anyhow
+        return by_kernel if call.query.is_cuda and call.dropout_p == 0.0 else anyhow
     as_they_are = all(t is _rows_apart(t) for t in call[:3]) if target == "torch" else all(t.dim() == 4 for t in call[:3])
     if not as_they_are or not _taken_by_torch(target, call):
         return anyhow
