@@ -61,6 +61,11 @@ def apply_without_transforms(function: type[torch.autograd.Function]) -> Callabl
     return apply
 
 
+def kernel_of(operator: Any, key: str) -> Callable[..., Any]:
+    """An operator's kernel by one dispatch key: operator.redispatch without its Python."""
+    return functools.partial(operator._handle.redispatch_boxed, keyset(key))
+
+
 def runs_host_code(operator: Any, *arguments: Any) -> Any:
     """An operator without tensors, also while tensors are fake or traced: its kernel by the key that one such as it has."""
     return operator.redispatch(keyset("CPU"), *arguments)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from .._dispatch import CUDA, call_kernel, redispatch
+from .._dispatch import Kernel, redispatch
 from .._log import log_call, log_wanted
 from .._torch_private import apply_without_transforms, keyset_of
 from .._transforms import wraps
@@ -16,6 +16,8 @@ from .limits import backward_kernel_name
 __all__ = ["AttentionGrad", "attend", "log_backward", "record", "record_again"]
 
 _FORWARD, _BACKWARD = torch.ops.attention_ext.sdpa_forward.default, torch.ops.attention_ext.sdpa_backward.default
+_FORWARD_KERNEL, _BACKWARD_KERNEL = Kernel(_FORWARD), Kernel(_BACKWARD)
+_BACKWARD_PLAN = Kernel(torch.ops.attention_ext.sdpa_backward_plan.default)
 
 _NO_GRADS = (None,) * 7
 
@@ -64,10 +66,7 @@ class Attention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         options = passes.forward if lengths is None else {**passes.forward, "key_lengths": lengths}
         arguments = (*passes.operands(query, key, value), mask, seed, *passes.flags)
-        if passes.plain:
-            out, lse = redispatch(_FORWARD, CUDA, *arguments, **options)
-        else:
-            out, lse = call_kernel(_FORWARD, *arguments, **options)
+        out, lse = (_FORWARD_KERNEL.on_cuda if passes.plain else _FORWARD_KERNEL)(*arguments, **options)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key, value, mask, seed, lengths, out, lse)
         ctx.passes = passes
@@ -90,7 +89,7 @@ class Attention(torch.autograd.Function):
             grads = _BACKWARD(*arguments, **options)
         else:  # spare the host what only a second derivative needs
             log_backward(*arguments, **options)
-            grads = call_kernel(_BACKWARD, *arguments, **options)
+            grads = _BACKWARD_KERNEL(*arguments, **options)
         d_query, d_key, d_value, d_mask = grads
         if passes.scores is not None:
             d_query, d_key, d_value = _sum_to(d_query, query), _sum_to(d_key, key), _sum_to(d_value, value)
@@ -105,7 +104,7 @@ class AttentionGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, options: dict[str, Any], *arguments: Any) -> tuple[Tensor, ...]:
-        grads: tuple[Tensor, ...] = call_kernel(_BACKWARD, *arguments, **options)
+        grads: tuple[Tensor, ...] = _BACKWARD_KERNEL(*arguments, **options)
         return grads
 
     @staticmethod
@@ -134,7 +133,7 @@ def log_backward(*arguments: Any, **options: Any) -> None:
         return
     query = arguments[2]
     if query.is_cuda and not wraps(query):  # the code that chooses for the call itself
-        kernel, reason = call_kernel(torch.ops.attention_ext.sdpa_backward_plan.default, *arguments, **options)
+        kernel, reason = _BACKWARD_PLAN(*arguments, **options)
     else:
         asked = options.get("kernel_name", "auto") != "auto"
         kernel = "sdpa_backward" if query.is_cuda else "reference"

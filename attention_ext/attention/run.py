@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .._checks import surely
-from .._dispatch import CUDA, redispatch
+from .._dispatch import Kernel
 from .._torch_private import chosen_by_torch, math_attention, torch_sdpa
 from . import torch_cuda
 from .autograd import attend, record_again
@@ -17,7 +17,7 @@ from .recall import Arguments, Run
 
 __all__ = ["execute", "shortest"]
 
-_FORWARD = torch.ops.attention_ext.sdpa_forward.default
+_FORWARD = Kernel(torch.ops.attention_ext.sdpa_forward.default)
 
 
 def _rows_apart(tensor: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ def _taken_by_torch(target: str, call: AttentionCall) -> bool:
 
 def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
-    strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
+    strides, scores, options = empty_results(call, device="meta")[0].stride(), call.scores, call.options
 
     def anyhow(arguments: Arguments) -> Tensor:
         return execute(target, AttentionCall(*arguments[:4], None, *arguments[4:], scores=scores))
 
     def by_kernel(arguments: Arguments) -> Tensor:
-        query, key, value, mask, _, causal, scale, grouped = arguments
-        out: Tensor = redispatch(_FORWARD, CUDA, query, key, value, mask, None, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
+        query, key, value, mask, _, causal, _, _ = arguments
+        out: Tensor = _FORWARD.on_cuda(query, key, value, mask, None, 0.0, causal, **options)[0]
         return out
 
     def by_torch(arguments: Arguments) -> Tensor:
