@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from ._log import log_wanted
-from ._torch_private import BELOW_AUTOGRAD, below_autograd, dispatch_modes, forward_mode_is_open, keyset, transforms
+from ._torch_private import BELOW_AUTOGRAD, below_autograd, dispatch_modes, forward_mode_is_open, kernel_of, keyset, transforms
 
-__all__ = ["CUDA", "call_kernel", "redispatch", "register_operator"]
+__all__ = ["Kernel", "redispatch", "register_operator"]
 
-CUDA = keyset("CUDA")  # of a call of plain tensors there, below autograd
 _KERNELS = BELOW_AUTOGRAD - keyset("BackendSelect")
 _Function = Callable[..., Any]
 _SENTENCE = re.compile(r"^attention_ext: out of memory: (\d+) bytes on (cuda:\d+)")
@@ -44,20 +43,35 @@ def redispatch(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _are_plain_on_cuda(arguments: Iterable[Any]) -> bool:
     """Whether no key of the dispatcher but CUDA has a say in a call of a kernel with these arguments."""
-    if dispatch_modes() or transforms() or forward_mode_is_open():
-        return False
     for argument in arguments:
-        if isinstance(argument, Tensor) and not (type(argument) is Tensor and argument.is_cuda and not argument.is_neg()):
+        if type(argument) is Tensor:
+            if not argument.is_cuda or argument.is_neg():
+                return False
+        elif isinstance(argument, Tensor):
             return False
-    return True
+    return not (dispatch_modes() or transforms() or forward_mode_is_open())
 
 
-def call_kernel(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operator's kernel, from anywhere else; past the guard and BackendSelect where nothing but the kernel can be meant."""
-    if args[0].is_cuda and _are_plain_on_cuda((*args, *kwargs.values())):
-        return redispatch(operator, CUDA, *args, **kwargs)
-    with below_autograd():
-        return operator(*args, **kwargs)
+class Kernel:
+    """The kernels of an operator, for this package's own calls of them."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator, self._on_cuda = operator, kernel_of(operator, "CUDA")
+
+    def on_cuda(self, *args: Any, **kwargs: Any) -> Any:
+        """For plain tensors on CUDA, where nothing but the kernel can be meant: past the dispatcher's other keys."""
+        try:
+            return self._on_cuda(*args, **kwargs)
+        except RuntimeError as error:
+            _raise_if_out_of_memory(error)
+            raise
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """From anywhere, for any tensors."""
+        if _are_plain_on_cuda((*args, *kwargs.values()) if kwargs else args):
+            return self.on_cuda(*args, **kwargs)
+        with below_autograd():
+            return self._operator(*args, **kwargs)
 
 
 def register_operator(

@@ -55,6 +55,17 @@ AUTOCAST = {"cpu": keyset("AutocastCPU"), "cuda": keyset("AutocastCUDA")}
 BELOW_AUTOGRAD: Any = torch._C._after_ADInplaceOrView_keyset  # the keys after those of autograd
 
 
+def apply_without_transforms(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The apply of an autograd.Function where no transform of torch.func is active: before 2.14 that is asked in Python first."""
+    apply: Callable[..., Any] = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return apply
+
+
+def kernel_of(operator: Any, key: str) -> Callable[..., Any]:
+    """An operator's kernel by one dispatch key: operator.redispatch without its Python."""
+    return functools.partial(operator._handle.redispatch_boxed, keyset(key))
+
+
 def runs_host_code(operator: Any, *arguments: Any) -> Any:
     """An operator without tensors, also while tensors are fake or traced: its kernel by the key that one such as it has."""
     return operator.redispatch(keyset("CPU"), *arguments)

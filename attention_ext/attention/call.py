@@ -1,20 +1,26 @@
 """One call of attention as one object: made once from the arguments of an operator, checked, and passed on."""
 
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionCall"]
+__all__ = ["AttentionCall", "any_needs_grad"]
+
+
+def any_needs_grad(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether autograd records a call of these operands."""
+    if not torch.is_grad_enabled():
+        return False
+    return query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
 
 
 class AttentionCall(NamedTuple):
     """The arguments of sdpa_forward in the order of its schema and with its defaults, and what the checks have found.
 
-    A tuple, so that autograd.Function gets its fields one by one and knows the tensors among them. A new option is a field after
-    is_causal, an argument of the schemas, and a field of the kernels' params; a tensor has its place in `tensors`, too.
+    A new option is a field after is_causal, an argument of the schemas, and a field of the kernels' params; a tensor has its place
+    in `tensors` and in autograd.Attention, too, which gets tensors one by one.
     """
 
     query: Tensor
@@ -47,15 +53,6 @@ class AttentionCall(NamedTuple):
         return *self[:5], self.key_lengths
 
     @property
-    def rest(self) -> tuple[Any, ...]:
-        return *self[5:-2], self.scores
-
-    @classmethod
-    def of(cls, tensors: Sequence[Any], rest: Sequence[Any]) -> "AttentionCall":
-        """The call of these `tensors` and this `rest`."""
-        return cls._make((*tensors[:5], *rest[:-1], tensors[5], rest[-1]))
-
-    @property
     def options(self) -> dict[str, Any]:
         """By name what the schemas take by name alone, but for defaults, which cost the host time to pass on."""
         given = zip(_OPTIONS, self[7:-1], _DEFAULTS, strict=True)
@@ -72,10 +69,7 @@ class AttentionCall(NamedTuple):
         return self.scale if self.scale is not None else 1.0 / math.sqrt(width) if width else 1.0
 
     def needs_grad(self) -> bool:
-        query, key, value, mask = self[:4]
-        if not torch.is_grad_enabled():
-            return False
-        return query.requires_grad or key.requires_grad or value.requires_grad or (mask is not None and mask.requires_grad)
+        return any_needs_grad(*self[:4])
 
     def with_scores(self, scores: tuple[int, ...]) -> "AttentionCall":
         return AttentionCall(*self[:-1], scores)

@@ -8,11 +8,12 @@ from torch import Tensor
 
 from .._checks import refuse
 from .._dispatch import redispatch, register_operator
+from .._log import log_wanted
 from .._transforms import autocast_to, below_autocast, tangents
 from . import reference, router
-from .autograd import Attention, AttentionGrad, log_backward
+from .autograd import AttentionGrad, log_backward, record
 from .bias import plain_mask, plain_result
-from .call import AttentionCall
+from .call import AttentionCall, any_needs_grad
 from .checks import check_attention, check_backward, check_forward
 from .layout import empty_grads, empty_results
 
@@ -36,11 +37,17 @@ def _forward_fake(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def _forward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    call = check_forward(AttentionCall(*arguments, **options))
-    if tangents(*call.differentiable):
+    """Without a gradient, as in every compiled program, the checks are those of the kernel, the fake one's too."""
+    differentiable = arguments[:4]
+    if tangents(*differentiable):
         raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
-    router.log_kernel("sdpa_forward", call)
-    out, lse = Attention.apply(*call) if call.needs_grad() else redispatch(_FORWARD, keyset, *arguments, **options)
+    if any_needs_grad(*differentiable):
+        call = check_forward(AttentionCall(*arguments, **options))
+        router.log_kernel("sdpa_forward", call)
+        return record(call)
+    if log_wanted():
+        _log_forward(*arguments, **options)
+    out, lse = redispatch(_FORWARD, keyset, *arguments, **options)
     return out, lse
 
 
@@ -69,12 +76,13 @@ def _backward_fake(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
 
 
 def _backward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
-    _check_backward(*arguments, **options)
-    log_backward(*arguments, **options)
     grads: tuple[Tensor, ...]
     if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
+        _check_backward(*arguments, **options)
+        log_backward(*arguments, **options)
         grads = AttentionGrad.apply(options, *arguments)
     else:
+        log_backward(*arguments, **options)
         grads = redispatch(_BACKWARD, keyset, *arguments, **options)
     return grads
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._dispatch import call_kernel
+from .._dispatch import Kernel
 from .._log import log_call, log_wanted
 from .._torch_private import transforms, within_vmap
 from .._transforms import forward_mode, why_composed, wraps
@@ -29,6 +29,7 @@ from .torch_cuda import choose, name_of, workspace
 
 __all__ = ["Route", "checked", "described", "log_kernel", "route", "route_with_lse", "sdpa", "sdpa_with_lse"]
 
+_PLAN = Kernel(torch.ops.attention_ext.sdpa_plan.default)
 _KERNELS = ("cuda",)  # device types that sdpa_forward serves in place of PyTorch's operator
 _SMALLEST_FLOAT = 2.0**-149  # of float32
 _MAX_RANK = MAX_BATCH_DIMS + 2
@@ -104,9 +105,7 @@ def _kernel_plan(call: AttentionCall) -> tuple[str, str, int, bool]:
     if wraps(query):  # a DTensor, or one without data
         return "sdpa_forward", f"a kernel is chosen for what a {type(query).__name__} holds, not for itself", 0, False
     call = call.expanded()
-    plan: tuple[str, str, int, bool] = call_kernel(
-        torch.ops.attention_ext.sdpa_plan.default, *call.differentiable, call.dropout_p, call.is_causal, **call.options
-    )
+    plan: tuple[str, str, int, bool] = _PLAN(*call.differentiable, call.dropout_p, call.is_causal, **call.options)
     return plan
 
 

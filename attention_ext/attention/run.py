@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from .._checks import surely
-from .._dispatch import CUDA, redispatch
+from .._dispatch import Kernel
 from .._torch_private import chosen_by_torch, math_attention, torch_sdpa
 from . import torch_cuda
-from .autograd import attend
+from .autograd import attend, record_again
 from .call import AttentionCall
 from .choice import BACK_ENDS
 from .layout import empty_results, in_order_of
@@ -17,7 +17,7 @@ from .recall import Arguments, Run
 
 __all__ = ["execute", "shortest"]
 
-_FORWARD = torch.ops.attention_ext.sdpa_forward.default
+_FORWARD = Kernel(torch.ops.attention_ext.sdpa_forward.default)
 
 
 def _rows_apart(tensor: Tensor) -> Tensor:
@@ -57,14 +57,14 @@ def _taken_by_torch(target: str, call: AttentionCall) -> bool:
 
 def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
-    strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
+    strides, scores, options = empty_results(call, device="meta")[0].stride(), call.scores, call.options
 
     def anyhow(arguments: Arguments) -> Tensor:
         return execute(target, AttentionCall(*arguments[:4], None, *arguments[4:], scores=scores))
 
     def by_kernel(arguments: Arguments) -> Tensor:
-        query, key, value, mask, _, causal, scale, grouped = arguments
-        out: Tensor = redispatch(_FORWARD, CUDA, query, key, value, mask, None, 0.0, causal, scale=scale, enable_gqa=grouped)[0]
+        query, key, value, mask, _, causal, _, _ = arguments
+        out: Tensor = _FORWARD.on_cuda(query, key, value, mask, None, 0.0, causal, **options)[0]
         return out
 
     def by_torch(arguments: Arguments) -> Tensor:
@@ -76,10 +76,13 @@ def shortest(target: str, call: AttentionCall) -> Run:
         out: Tensor = torch_sdpa(*arguments[:3])  # it takes a while to read five more arguments
         return out if out.stride() == strides else in_order_of(arguments[0], out)
 
+    if target == "kernel" and call.query.is_cuda and call.needs_grad():
+        again = record_again(call)
+        return lambda arguments: again(*arguments[:4])
     if call.expanded() is not call:
         return anyhow
     if target == "kernel":
-        return by_kernel if call.query.is_cuda and call.dropout_p == 0.0 and not call.needs_grad() else anyhow
+        return by_kernel if call.query.is_cuda and call.dropout_p == 0.0 else anyhow
     as_they_are = all(t is _rows_apart(t) for t in call[:3]) if target == "torch" else all(t.dim() == 4 for t in call[:3])
     if not as_they_are or not _taken_by_torch(target, call):
         return anyhow

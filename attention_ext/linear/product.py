@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._dispatch import call_kernel, redispatch, register_operator
+from .._dispatch import Kernel, redispatch, register_operator
 from .._log import log_call, log_wanted
 from .._recall import ARRAYS, Known, Sample
 from .._torch_private import cpu_precision, torch_linear
@@ -21,6 +21,7 @@ from .checks import check_linear_float32
 __all__ = ["exactly", "log_composed", "log_kernel", "product", "recall", "register", "rounds"]
 
 _OPERATOR = torch.ops.attention_ext.linear_float32.default
+_KERNEL, _PLAN = Kernel(_OPERATOR), Kernel(torch.ops.attention_ext.linear_plan.default)
 _KNOWN = Known()
 
 
@@ -58,7 +59,7 @@ def log_kernel(operator: str, input: Tensor, weight: Tensor, bias: Tensor | None
     if wraps(input):
         kernel, reason = operator, f"a kernel is chosen for what a {type(input).__name__} holds, not for itself"
     elif input.is_cuda:
-        kernel, reason = call_kernel(torch.ops.attention_ext.linear_plan.default, _rows(input), weight, bias)
+        kernel, reason = _PLAN(_rows(input), weight, bias)
     log_call(operator, input, kernel, reason)
 
 
@@ -108,7 +109,7 @@ class LinearFloat32(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         needs_input, needs_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
-        out: Tensor = call_kernel(_OPERATOR, input, weight, bias)
+        out: Tensor = _KERNEL(input, weight, bias)
         return out
 
     @staticmethod

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._checks import accumulator, surely
-from .._dispatch import call_kernel, redispatch, register_operator
+from .._dispatch import Kernel, redispatch, register_operator
 from .._recall import Known, Sample
 from .._torch_private import function_modes, softmax_backward, torch_linear
 from .._transforms import autocast_to, below_autocast, constant, why_composed
@@ -25,6 +25,7 @@ from .product import exactly, log_composed, log_kernel, product
 __all__ = ["call_and_update", "register"]
 
 _OPERATOR = torch.ops.attention_ext.linear_batchnorm_softmax.default
+_KERNEL = Kernel(_OPERATOR)
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 _KNOWN = Known()
 
@@ -137,7 +138,7 @@ class LinearBatchNormSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> _Four:
-        out, mean, var, linear = call_kernel(_OPERATOR, *args)
+        out, mean, var, linear = _KERNEL(*args)
         input, weight, bias, bn_weight, bn_bias, _, _, scale, ctx.training, ctx.eps = args
         if not ctx.training:
             ctx.mark_non_differentiable(mean, var)

@@ -61,7 +61,7 @@ struct ForwardCall {
   ForwardParams params;
   size_t row;  // of kForwardKernels
   int64_t workspace;
-  bool preferred;
+  bool preferred;  // told with a reason alone
 };
 
 // Checks a call and chooses its kernel, the same for a call that runs and for one that is only explained: with `out` and `lse` null
@@ -94,7 +94,7 @@ ForwardCall forward_call(const Tensor& query, const Tensor& key, const Tensor& v
   const DeviceInfo card = device_info(device);
   call.row = choose_row(kForwardKernels, kernel_name, problem, card, workspace_bytes, reason);
   call.workspace = kForwardKernels[call.row].workspace(problem, card, workspace_bytes);
-  call.preferred = kernel_name == "auto" && preferred(problem, card);
+  call.preferred = reason != nullptr && kernel_name == "auto" && preferred(problem, card);
   return call;
 }
 

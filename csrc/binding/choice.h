@@ -2,12 +2,15 @@
 #pragma once
 
 #include <string>
+#include <tuple>
 
 #include "attention/params.h"
 #include "binding/tensors.h"
 #include "core/operand.h"
+#include "core/recent.h"
 #include "plan/kernels.h"
 #include "plan/key_pieces.h"
+#include "plan/same_problem.h"
 
 namespace attention_ext {
 
@@ -57,9 +60,24 @@ inline void group_heads_of_one_key(ForwardParams& params, int64_t heads) {
 template <class Facts, size_t kRows>
 size_t choose_row(const std::array<KernelRow<Facts>, kRows>& table, const std::string& name, const Facts& problem,
                   const DeviceInfo& card, int64_t cap, std::string* reason = nullptr) {
+  using Chosen = Choice<Facts, kRows>;
+  if (name == "auto" && reason == nullptr) {
+    struct Key {
+      const void* table;
+      Facts problem;
+      int64_t capability, sms, cap;
+      bool operator==(const Key& o) const {
+        return std::tie(table, capability, sms, cap) == std::tie(o.table, o.capability, o.sms, o.cap) &&
+               facts_of(problem) == facts_of(o.problem);
+      }
+    };
+    thread_local Recent<Key, size_t> recent;
+    return recent.find({&table, problem, card.capability, card.sms, cap},
+                       [&] { return Chosen(table, problem, card, cap).row(); });
+  }
   if (name == "auto") {
-    const Choice<Facts, kRows> choice(table, problem, card, cap);
-    if (reason != nullptr) *reason = choice.reason();
+    const Chosen choice(table, problem, card, cap);
+    *reason = choice.reason();
     return choice.row();
   }
   for (size_t row = 0; row < kRows; ++row) {

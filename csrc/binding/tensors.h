@@ -44,7 +44,7 @@ inline void check_defined(const char* argument, const Tensor& tensor) {
 
 // The last `matrix_dims` dims are small enough for 32-bit tile arithmetic.
 inline void check_limits(const char* argument, const Tensor& tensor, int64_t matrix_dims) {
-  const Sizes sizes = sizes_of(tensor);
+  const auto sizes = tensor.sizes();
   for (size_t dim = sizes.size() - matrix_dims; dim < sizes.size(); ++dim) {
     if (sizes[dim] > kMaxRowsAndCols) {
       fail(argument, "matrices of at most " + std::to_string(kMaxRowsAndCols) + " rows and columns", shape_of(tensor));
@@ -56,11 +56,11 @@ inline void check_limits(const char* argument, const Tensor& tensor, int64_t mat
 inline void check_operand(const char* argument, const Tensor& tensor, const Tensor& first, int64_t min_rank, const char* of) {
   check_defined(argument, tensor);
   data_type(argument, tensor);
-  const std::string owner = std::string("the ") + of;
+  const auto of_first = [&](const char* what) { return std::string("the ") + of + what; };
   if (tensor.scalar_type() != first.scalar_type()) {
-    fail(argument, owner + " dtype " + text(first.scalar_type()), text(tensor.scalar_type()));
+    fail(argument, of_first(" dtype ") + text(first.scalar_type()), text(tensor.scalar_type()));
   }
-  if (!same_device(tensor, first)) fail(argument, owner + " device " + device_of(first), device_of(tensor));
+  if (!same_device(tensor, first)) fail(argument, of_first(" device ") + device_of(first), device_of(tensor));
   if (tensor.dim() < min_rank) {
     fail(argument, "rank " + std::to_string(min_rank) + " or more" + (min_rank == 3 ? " with enable_gqa" : ""),
          shape_of(tensor) + " of rank " + std::to_string(tensor.dim()));
@@ -151,7 +151,7 @@ inline void* data_of(const Tensor& tensor) { return const_cast<void*>(tensor.con
 // The batch dims of a problem and the views that share them.
 class Views {
  public:
-  explicit Views(bool enable_gqa) : enable_gqa_(enable_gqa) {}
+  explicit Views(bool enable_gqa) : enable_gqa_(enable_gqa) { operands_.reserve(12); }  // of a backward
 
   // Broadcasts the dims before the last `matrix_dims` into the problem's batch dims. With enable_gqa the first tensor
   // (the queries) says how many heads there are, and others may have a divisor of it.
@@ -160,7 +160,7 @@ class Views {
     const bool first = first_ == nullptr;
     if (first) {
       first_ = argument;
-      first_shape_ = shape_of(tensor);
+      first_tensor_ = &tensor;
     }
     if (own.size() > sizes_.size()) sizes_.insert(sizes_.begin(), own.size() - sizes_.size(), 1);
     for (size_t i = 1; i <= own.size(); ++i) {
@@ -177,7 +177,7 @@ class Views {
       } else if (size != whole && size != 1) {
         const bool grouped = !enable_gqa_ && i == 1 && size > 0 && size < whole && whole % size == 0;
         fail(argument,
-             "leading dimensions that broadcast with the " + whose() + " " + first_shape_ +
+             "leading dimensions that broadcast with the " + whose() + " " + shape_of(*first_tensor_) +
                  (grouped ? ", or enable_gqa=True" : ""),
              shape_of(tensor));
       }
@@ -201,7 +201,7 @@ class Views {
     const int64_t element = element_size(type);
     view.vector = view.col_stride == 1 && reinterpret_cast<uintptr_t>(view.data) % 16 == 0;
     for (size_t dim = 0; dim + 1 < rank; ++dim) view.vector = view.vector && stride_of(dim) * element % 16 == 0;
-    operands_.push_back(operand);
+    operands_.push_back(std::move(operand));
   }
 
   void finish(BatchDims& batch) const {
@@ -233,7 +233,7 @@ class Views {
 
   bool enable_gqa_;
   const char* first_ = nullptr;  // the argument that was broadcast first
-  std::string first_shape_;
+  const Tensor* first_tensor_ = nullptr;
   Sizes sizes_;
   std::vector<BatchOperand> operands_;
 };

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/recent.h"
 #include "plan/cost.h"
 #include "plan/slices.h"
 
@@ -266,6 +267,8 @@ class Planner {
   int64_t bytes_ = 0, ns_ = -1;
 };
 
+BackwardPlan search(const BackwardSizes& sizes, int64_t cap, int64_t sms);
+
 }  // namespace
 
 int64_t BackwardPlan::cleared(const BackwardSizes& sizes) const {
@@ -287,6 +290,18 @@ SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, c
 }
 
 BackwardPlan plan_backward_slices(const BackwardSizes& sizes, int64_t cap, int64_t sms) {
+  struct Key {
+    BackwardSizes sizes;
+    int64_t cap, sms;
+    bool operator==(const Key&) const = default;
+  };
+  thread_local Recent<Key, BackwardPlan> recent;
+  return recent.find({sizes, cap, sms}, [&] { return search(sizes, cap, sms); });
+}
+
+namespace {
+
+BackwardPlan search(const BackwardSizes& sizes, int64_t cap, int64_t sms) {
   BackwardPlan plan = {};
   plan.slices_at = round_up(2 * sizes.N * sizes.L * 4, kWorkspaceAlignment) + kWorkspaceAlignment;
   // Delta and norm count towards the cap, of which slices may have a quarter in any case.
@@ -320,4 +335,5 @@ BackwardPlan plan_backward_slices(const BackwardSizes& sizes, int64_t cap, int64
   return plan;
 }
 
+}  // namespace
 }  // namespace attention_ext

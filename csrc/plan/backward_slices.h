@@ -17,6 +17,8 @@ struct BackwardSizes {
   int64_t N, L, S, E, Ev;
   int64_t group;  // query heads per key head
   bool causal, mask_grad;
+
+  bool operator==(const BackwardSizes&) const = default;
 };
 
 // The order of slices: key heads, as many as there are in `batches`, then keys, then rows, then query heads of the group. Where
@@ -93,6 +95,7 @@ bool for_each_part(const BackwardSizes& sizes, const BackwardPass& pass, const V
   return true;
 }
 
+// Remembered for a call's choice of a kernel, its workspace and its launches.
 BackwardPlan plan_backward_slices(const BackwardSizes& sizes, int64_t cap, int64_t sms);
 
 }  // namespace attention_ext
