@@ -3,7 +3,6 @@
 #pragma once
 
 #include "attention/sm90/fused/work.cuh"
-#include "device/common/random.cuh"
 #include "device/common/types.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -27,26 +26,6 @@ __device__ __forceinline__ void store_weights(const float (&weights)[Tile::kN / 
 #pragma unroll
     for (int i = 0; i < 4; ++i) m[i] = pack_pair<typename Tile::T>(weights[tile * 4 + 2 * i], weights[tile * 4 + 2 * i + 1]);
     store_matrices(s_weights + weights_offset<Tile>(matrix_row, tile + lane / 16), m[0], m[1], m[2], m[3]);
-  }
-}
-
-// Dropout, quad by quad of keys.
-template <class Tile>
-__device__ __forceinline__ void drop_weights(const Dropout& dropout, const FusedWork& work, int block, uint32_t s_weights,
-                                             int row) {
-  using T = typename Tile::T;
-  const int64_t seed = *dropout.seed;
-  const int lane = threadIdx.x % 32;
-#pragma unroll 1
-  for (int i = lane; i < 16 * Tile::kN / 4; i += 32) {
-    const int quad_row = row - lane / 4 + i / (Tile::kN / 4), key = i % (Tile::kN / 4) * 4;
-    const uint32_t s_quad = s_weights + weights_offset<Tile>(quad_row, key / 8) + key % 8 * sizeof(T);
-    Quad<T>& stored = *static_cast<Quad<T>*>(const_cast<void*>(shared_pointer(s_quad)));
-    float weights[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) weights[e] = to_accumulator(stored.value[e]);
-    drop_quad(weights, dropout, seed, work.head_of(quad_row), work.query_of(quad_row), block * Tile::kN + key);
-    store_whole_quad(stored.value, weights);
   }
 }
 

@@ -12,9 +12,9 @@
 #pragma once
 
 #include "attention/sm90/rows_backward/row_producer.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "attention/visibility/score_modifier.cuh"
-#include "device/common/random.cuh"
 #include "gemm/sm90/clear_rows.cuh"
 
 namespace attention_ext {
@@ -253,11 +253,9 @@ class RowGradConsumer {
 
   // weight_grads_: dP, 0 where dropout has dropped P.
   __device__ __forceinline__ void drop(int block) {
-    const int64_t seed = *p_.dropout.seed;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      drop_fragment(weight_grads_, half, p_.dropout, seed, work_->n, work_->row + row_ + 8 * half, block * (Tile::kN / 4));
-    }
+    visit_kept<kScores>(p_.dropout, work_->n, work_->row + row_, block * Tile::kN, [&](int i, bool kept) {
+      if (!kept) weight_grads_[i] = 0.0f;
+    });
   }
 
   const RowsBackwardParams& p_;

@@ -1,0 +1,27 @@
+// Conversion to pairs of a half type that makes negative numbers 0 on the way (cvt.relu).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace attention_ext {
+
+// pack_pair (device/common/types.cuh), with 0 for what is negative. NaN stays NaN.
+template <class T>
+__device__ __forceinline__ uint32_t pack_positive_pair(float low, float high);
+template <>
+__device__ __forceinline__ uint32_t pack_positive_pair<__half>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+template <>
+__device__ __forceinline__ uint32_t pack_positive_pair<__nv_bfloat16>(float low, float high) {
+  uint32_t pair;
+  asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+}  // namespace attention_ext
