@@ -152,14 +152,16 @@ struct ScoreGradients {
         const bool usual = kPlain || !large[half];
         x[i] = exp2_approx(fmaf(usual ? x[i] : __fmul_rn(after, x[i]) - rows.lse[half], usual ? unit : kLog2E, offset[half]));
       }
-      if (dropping) mark_dropped(at, row, part, x);
 #pragma unroll
-      for (int i = 0; i < kPart / 4; ++i) {
-        const uint32_t pair = pack_pair<T>(x[2 * i], x[2 * i + 1]);
-        weights[part * (kPart / 4) + i] = pair;
-        pairs[i] = kModified ? pack_positive_pair<T>(x[2 * i], x[2 * i + 1]) : pair;
-      }
+      for (int i = 0; i < kPart / 4; ++i) pairs[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
       pin_registers(pairs);
+      if (dropping) mark_dropped(at, row, part, pairs);
+#pragma unroll
+      for (int i = 0; i < kPart / 4; ++i) weights[part * (kPart / 4) + i] = pairs[i];
+      if (dropping) {
+#pragma unroll
+        for (int i = 0; i < kPart / 4; ++i) pairs[i] = positive_pair<T>(pairs[i]);
+      }
     });
   }
 
@@ -178,10 +180,10 @@ struct ScoreGradients {
   }
 
   // The sign for those of a part's probabilities that dropout drops. Slices may begin at any row.
-  __device__ __forceinline__ void mark_dropped(const ScorePlace& at, int row, int part, float (&x)[kPart / 2]) const {
+  __device__ __forceinline__ void mark_dropped(const ScorePlace& at, int row, int part, uint32_t (&pairs)[kPart / 4]) const {
     const int first = at.row + row, key = at.col + part * kPart;
     const auto mark = [&](int i, bool kept) {
-      if (!kept) x[i] = -x[i];
+      if (!kept) pairs[i / 2] ^= i % 2 == 0 ? 0x8000u : 0x80000000u;
     };
     if (at.row % 16 == 0) {
       visit_kept<kPart / 2>(p.dropout, at.n, first, key, mark);
