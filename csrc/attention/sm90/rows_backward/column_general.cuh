@@ -61,7 +61,7 @@ __device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* 
   }
 }
 
-// column_weights under a mask, or without one: the difference of score and log-sum-exp first. marked: StageMark.
+// column_weights under a mask: the difference of score and log-sum-exp first. marked: StageMark.
 template <class Tile, int kScores>
 __device__ __forceinline__ void column_weights_general(float (&scores)[kScores], const RowsBackwardParams& p,
                                                        const QueryRecord* records, const typename Tile::Work& work,
@@ -92,6 +92,20 @@ __device__ __forceinline__ void column_weights_general(float (&scores)[kScores],
                                                                         e % 2 == 0 ? offset.x : offset.y);
       scores[4 * i + e] = 8 * i + e % 2 + from_key < e / 2 * 8 ? 0.0f : weight;
     }
+  }
+}
+
+// The one of these that a block needs. careful: column_careful, which is true under a mask.
+template <class Tile, int kScores>
+__device__ __forceinline__ void make_column_weights(float (&scores)[kScores], const RowsBackwardParams& p,
+                                                    const QueryRecord* records, const typename Tile::Work& work, int first_row,
+                                                    bool careful, int marked) {
+  if (Tile::kGeneral && p.mask_type != MaskType::kNone) {
+    column_weights_general<Tile>(scores, p, records, work, first_row, marked);
+  } else if (careful) {
+    column_weights<Tile, true>(scores, p, records, work, first_row);
+  } else {
+    column_weights<Tile, false>(scores, p, records, work, first_row);
   }
 }
 

@@ -86,7 +86,7 @@ class ColumnRole {
         shared_address(kOfKeys ? shared_.grad_out[slot][0] : shared_.query[slot][0]));
     if constexpr (kOfKeys) wait(true, stage_);  // records come with queries
     const QueryRecord* records = shared_.records[slot];
-    const bool careful = !Tile::kGeneral && column_careful<Tile>(p_, records, *work_, 0);
+    const bool careful = column_careful<Tile>(p_, records, *work_, 0);
     if constexpr (!kFirst) {
       wgmma_wait<1>();
       pin_sums();
@@ -97,16 +97,12 @@ class ColumnRole {
     if constexpr (kOfKeys) {
       float weights[kScores];
       take_weights(weights);
-      column_score_grads(scores_, weights, records, Tile::kGeneral || careful, Tile::kGeneral && p_.dropout.seed != nullptr,
+      column_score_grads(scores_, weights, records, careful, Tile::kGeneral && p_.dropout.seed != nullptr,
                          Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale);
     } else {
+      make_column_weights<Tile>(scores_, p_, records, *work_, 0, careful, Tile::kGeneral ? shared_.marked[slot] : 0);
       if constexpr (Tile::kGeneral) {
-        column_weights_general<Tile>(scores_, p_, records, *work_, 0, shared_.marked[slot]);
         if (p_.dropout.seed != nullptr) mark_dropped_columns<Tile>(scores_, p_, records, *work_, 0);
-      } else if (careful) {
-        column_weights<Tile, true>(scores_, p_, records, *work_, 0);
-      } else {
-        column_weights<Tile, false>(scores_, p_, records, *work_, 0);
       }
       pass_weights();
     }

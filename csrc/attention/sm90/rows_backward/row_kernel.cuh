@@ -140,8 +140,7 @@ class RowGradConsumer {
     const int key = slot_.slot;
     // A warpgroup's first query sees the fewest keys.
     const QueryRecord* own = &shared_.records[place_][consumer_ * 64 / QueryRecord::kQueries];
-    const bool careful =
-        Tile::kGeneral || (own[0].careful | own[1].careful) != 0 || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
+    const bool careful = (own[0].careful | own[1].careful) != 0 || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
     if constexpr (!kAdds) wait(slot_);
     turns_.take();
     wgmma_fence();
@@ -171,7 +170,7 @@ class RowGradConsumer {
     }
     wgmma_wait<1 + kUnderWay>();
     pin_registers(scores_);
-    if constexpr (Tile::kGeneral) {
+    if (Tile::kGeneral && p_.mask_type != MaskType::kNone) {
       make_weights_general(block);
     } else if (careful) {
       make_weights<true>(block);
