@@ -87,25 +87,21 @@ __device__ __forceinline__ void visit_kept_of_row(int half, const Dropout& dropo
   }
 }
 
-// Drops weights of a fragment of a tile whose rows are queries of one head, or of a group's heads in turn. row: of this thread's
-// first one in the tile.
-template <class Work, int kCount>
-__device__ __forceinline__ void drop_tile_rows(float (&x)[kCount], const Dropout& dropout, const Work& work, int row, int key) {
-  const auto drop = [&](int i, bool kept) {
-    if (!kept) x[i] = 0.0f;
-  };
+// The same of a tile whose rows are queries of one head, or of a group's heads in turn. row: of this thread's first one in the tile.
+template <int kCount, class Work, class Visit>
+__device__ __forceinline__ void visit_kept_of_tile(const Dropout& dropout, const Work& work, int row, int key, Visit visit) {
   if (work.group == 1) {
-    visit_kept<kCount>(dropout, work.head_of(row), work.query_of(row), key, drop);
+    visit_kept<kCount>(dropout, work.head_of(row), work.query_of(row), key, visit);
   } else {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int of = row + 8 * half;
-      visit_kept_of_row<kCount>(half, dropout, work.head_of(of), work.query_of(of), key, drop);
+      visit_kept_of_row<kCount>(half, dropout, work.head_of(of), work.query_of(of), key, visit);
     }
   }
 }
 
-// The same with keys as rows (column_general.cuh). query: the fragment's first, and warp_key: the warp's first, both multiples of
+// The same of a fragment with keys as rows (column_general.cuh). query: the fragment's first, and warp_key: the warp's first, both multiples of
 // 16. Of queries 2 l and 2 l + 1 the lane with the even key draws the one set and the lane with the odd key, four lanes further, the
 // other one. All lanes of the warp.
 template <int kCount, class Visit>

@@ -6,7 +6,6 @@
 #include "attention/sm90/fused/weights.cuh"
 #include "attention/sm90/fused/work.cuh"
 #include "attention/softmax/online_softmax.cuh"
-#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -194,13 +193,14 @@ class FusedConsumer {
       rows[half] = make_weights(scores_, half, unit, before, sum_[half]);
     }
 
-    if constexpr (kGeneral) {
-      if (p_.dropout.seed != nullptr) drop_tile_rows(scores_, p_.dropout, work_, row_, block * Tile::kN);
-    }
-
     // The other warpgroup has multiplied the weights before these; this one has too.
     mbarrier_wait(shared_address(&shared_.weights_free[consumer_]), (weights_parity_ >> consumer_ & 1) ^ 1);
-    store_weights<Tile>(scores_, shared_address(shared_.weights[consumer_]), row_);
+    const uint32_t s_weights = shared_address(shared_.weights[consumer_]);
+    store_weights<Tile>(scores_, s_weights, row_);
+    if constexpr (kGeneral) {
+      __syncwarp();  // the warp's weights are there
+      if (p_.dropout.seed != nullptr) drop_weights<Tile>(p_.dropout, work_, block, s_weights, row_);
+    }
     fence_async_proxy();
     __syncwarp();  // the warp's weights are there
     if (threadIdx.x % 4 == 0) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "attention/sm90/fused/work.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "device/common/types.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -26,6 +27,27 @@ __device__ __forceinline__ void store_weights(const float (&weights)[Tile::kN / 
 #pragma unroll
     for (int i = 0; i < 4; ++i) m[i] = pack_pair<typename Tile::T>(weights[tile * 4 + 2 * i], weights[tile * 4 + 2 * i + 1]);
     store_matrices(s_weights + weights_offset<Tile>(matrix_row, tile + lane / 16), m[0], m[1], m[2], m[3]);
+  }
+}
+
+// Dropout, a set of a thread's two rows and 16 keys at a time: next to the sums there are no registers for a block of scores.
+template <class Tile>
+__device__ __forceinline__ void drop_weights(const Dropout& dropout, const FusedWork& work, int block, uint32_t s_weights,
+                                             int row) {
+#pragma unroll 1
+  for (int key = 0; key < Tile::kN; key += 16) {
+    const auto pair_at = [&](int i) -> uint32_t& {  // of row i % 2, of the keys that are 8 * (i / 2) further
+      const uint32_t s_chunk = s_weights + weights_offset<Tile>(row + i % 2 * 8, key / 8 + i / 2);
+      return *static_cast<uint32_t*>(const_cast<void*>(shared_pointer(s_chunk + threadIdx.x % 4 * 4)));
+    };
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = pair_at(i);
+    visit_kept_of_tile<8>(dropout, work, row, block * Tile::kN + key, [&](int i, bool kept) {
+      if (!kept) pairs[i / 2] &= i % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+    });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair_at(i) = pairs[i];
   }
 }
 

@@ -263,7 +263,11 @@ class RowsConsumer {
   // A result of wgmma and an operand of it in registers lie alike.
   __device__ __forceinline__ void pack_weights(int block) {
     if constexpr (kKind == kGeneral) {
-      if (p_.dropout.seed != nullptr) drop_tile_rows(scores_, p_.dropout, *work_, row_, block * Tile::kN);
+      if (p_.dropout.seed != nullptr) {
+        visit_kept_of_tile<kScores>(p_.dropout, *work_, row_, block * Tile::kN, [&](int i, bool kept) {
+          if (!kept) scores_[i] = 0.0f;
+        });
+      }
     }
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
