@@ -119,8 +119,9 @@ def check_what_is_kept(kernel: Kernel, dtype: torch.dtype, L: int, S: int, E: in
 def test_forward_and_backward_of_every_kernel_draw_the_same(kernel: Kernel, L: int, S: int, heads: tuple[int, ...]) -> None:
     """Forced by name, in each of its dtypes and of a few head dims; sizes that are no multiples of 16, over several tiles."""
     needs_the_card(kernel)
-    for dtype in kernel.dtypes:
-        for E in (64, 128, 192, 256, 512):
+    tiled = kernel.device == "cuda"  # the reference on the CPU has one path for all
+    for dtype in kernel.dtypes if tiled else kernel.dtypes[-1:]:
+        for E in (64, 128, 192, 256, 512) if tiled else (64,):
             if kernel.takes_sizes(dtype, E, E):
                 check_what_is_kept(kernel, dtype, L, S, E, heads)
 
