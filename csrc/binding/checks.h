@@ -75,7 +75,7 @@ inline MaskType check_mask(const OptionalTensor& mask, const Tensor& query, cons
 inline Dropout rounded_dropout(double p, const int64_t* seed) {
   constexpr double kSteps = 65536.0;
   const double dropped = p == 1.0 ? kSteps : std::min(std::floor(p * kSteps + 0.5), kSteps - 1.0);
-  if (dropped == 0.0) return {};
+  if (!(dropped > 0.0)) return {};
   return {seed, static_cast<uint32_t>(dropped * kSteps - 1.0), p == 1.0 ? 0.0 : kSteps / (kSteps - dropped)};
 }
 
