@@ -87,7 +87,7 @@ __device__ __forceinline__ void visit_kept_of_row(int half, const Dropout& dropo
   }
 }
 
-// The same of a tile whose rows are queries of one head, or of a group's heads in turn. row: of this thread's first one in the tile.
+// The same of a tile whose rows are queries of one head, or of a group's heads in turn. row: of this thread's first one in it.
 template <int kCount, class Work, class Visit>
 __device__ __forceinline__ void visit_kept_of_tile(const Dropout& dropout, const Work& work, int row, int key, Visit visit) {
   if (work.group == 1) {
