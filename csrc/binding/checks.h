@@ -70,8 +70,8 @@ inline MaskType check_mask(const OptionalTensor& mask, const Tensor& query, cons
   return type == ScalarType::Bool ? MaskType::kBool : type == query.scalar_type() ? MaskType::kSameAsQuery : MaskType::kFloat;
 }
 
-// Dropout with p rounded to a multiple of 2^-16, of which there is none below 2^-17. Only p = 1 drops everything: what comes close to
-// it is rounded to 1 - 2^-16, so that the result's mean is right for every other p.
+// Dropout with p rounded to a multiple of 2^-16, of which there is none below 2^-17. Only p = 1 drops everything: what comes close
+// to it is rounded to 1 - 2^-16, so that the result's mean is right for every other p.
 inline Dropout rounded_dropout(double p, const int64_t* seed) {
   constexpr double kSteps = 65536.0;
   const double dropped = p == 1.0 ? kSteps : std::min(std::floor(p * kSteps + 0.5), kSteps - 1.0);

@@ -1,10 +1,10 @@
 // Dropout: which weights stay. Sixteen random bits decide about a weight, and a call of Philox about a set of eight.
 //
-// A set is what a thread has of 16 queries by 16 keys as wgmma leaves them with queries as rows: queries q and q + 8 by keys k,
-// k + 1, k + 8 and k + 9, k even. Such a thread draws for itself, and shares with none. With keys as rows two lanes have two sets between
-// them, and exchange halves. Sets are counted from query 0 and key 0 of a matrix (batch row and query head), and the counter is the
-// set's place, so every kernel drops the same weights whatever its tiles. Of a set's four words number 2 * (k / 8 % 2) + q / 8 % 2 is
-// of query q and keys k and k + 1: the lower half of the even key, the upper half of the odd one.
+// A set is what a thread has of 16 queries by 16 keys as wgmma leaves them with queries as rows: queries q and q + 8 by keys k, k +
+// 1, k + 8 and k + 9, k even. Such a thread draws for itself, and shares with none. With keys as rows two lanes have two sets
+// between them, and exchange halves. Sets are counted from query 0 and key 0 of a matrix (batch row and query head), and the
+// counter is the set's place, so every kernel drops the same weights whatever its tiles. Of a set's four words number 2 * (k / 8 %
+// 2) + q / 8 % 2 is of query q and keys k and k + 1: the lower half of the even key, the upper half of the odd one.
 #pragma once
 
 #include "core/slice.h"
@@ -102,8 +102,8 @@ __device__ __forceinline__ void visit_kept_of_tile(const Dropout& dropout, const
 }
 
 // The same of a fragment with keys as rows (column_general.cuh). query: the fragment's first; warp_key: the warp's first; both
-// multiples of 16. Of queries 2 l and 2 l + 1 the lane with the even key draws the one set and the lane with the odd key, four lanes
-// further, the other one. All lanes of the warp.
+// multiples of 16. Of queries 2 l and 2 l + 1 the lane with the even key draws the one set and the lane with the odd key, four
+// lanes further, the other one. All lanes of the warp.
 template <int kCount, class Visit>
 __device__ __forceinline__ void visit_kept_columns(const Dropout& dropout, int64_t n, int query, int warp_key, Visit visit) {
   static_assert(kCount % 8 == 0, "whole sets");
