@@ -14,7 +14,8 @@ struct RowsBackwardShape {
   int steps;                       // of 64 of E and of Ev
   int row_keys;                    // of a block of the row kernel: what registers hold next to dQ
   int row_places;                  // of its tiles of queries: with two, the next one comes while this one is worked on
-  int row_slots;                   // of its ring, each for a block's keys or values
+  int row_key_slots;               // of its ring of keys, which stay until dQ is there
+  int row_value_slots;             // of its ring of values, which stay until dP is there
   bool row_ahead;                  // whether S, dP and dQ of two blocks are multiplied at once; registers: S, dP and dS apart
   int col_keys;                    // of a tile of the column kernel
   int col_queries;                 // of a block of it: what registers hold next to dK and dV
@@ -38,13 +39,13 @@ constexpr int kRowsBackwardTile = 128;  // queries of a tile of the row kernel
 // kernel dK and dV 64 a step, S and dP 1 a query, P and dS half of that; by roles half of each. Times of the row kernel at 64 and
 // 128 fitted (H200, lengths 2048 and 8192), the others predicted. general: there is a mask or dropout, which want registers.
 constexpr RowsBackwardShape rows_backward_shape(int head_dim_class, bool general = false) {
-  if (general && head_dim_class == 64) return {1, 96, 2, 6, true, 128, 64, 2, 4, true, true, 1000, 1050};
-  if (general && head_dim_class == 192) return {3, 64, 1, 5, false, 64, 64, 1, 3, false, true, 1750, 1350};
+  if (general && head_dim_class == 64) return {1, 96, 2, 3, 3, true, 128, 64, 2, 4, true, true, 1000, 1050};
+  if (general && head_dim_class == 192) return {3, 64, 1, 3, 2, false, 64, 64, 1, 3, false, true, 1750, 1350};
   switch (head_dim_class) {
-    case 64: return {1, 128, 2, 6, true, 128, 96, 2, 4, true, true, 1250, 1300};   // 64 + 6 x 16 KB; 64 + 4 x 24 KB
-    case 128: return {2, 96, 1, 6, true, 128, 64, 1, 4, false, true, 1500, 1370};  // 64 + 6 x 24 KB; 64 + 4 x 32 KB
-    case 192: return {3, 64, 1, 5, false, 64, 96, 1, 2, false, true, 1750, 1900};  // 96 + 5 x 24 KB; 48 + 2 x 72 + 24 KB
-    default: return {4, 64, 1, 3, false, 64, 64, 1, 2, false, true, 2250, 1450};   // 128 + 3 x 32 KB; 64 + 2 x 64 + 16 KB
+    case 64: return {1, 128, 2, 3, 3, true, 128, 96, 2, 4, true, true, 1250, 1300};   // 64 + 6 x 16 KB; 64 + 4 x 24 KB
+    case 128: return {2, 96, 1, 3, 3, true, 128, 64, 1, 4, false, true, 1500, 1370};  // 64 + 6 x 24 KB; 64 + 4 x 32 KB
+    case 192: return {3, 64, 1, 3, 2, false, 64, 96, 1, 2, false, true, 1750, 1900};  // 96 + 5 x 24 KB; 48 + 2 x 72 + 24 KB
+    default: return {4, 64, 1, 2, 1, false, 64, 64, 1, 2, false, true, 2250, 1450};   // 128 + 3 x 32 KB; 64 + 2 x 64 + 16 KB
   }
 }
 

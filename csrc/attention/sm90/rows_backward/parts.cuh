@@ -19,7 +19,9 @@ struct RowsBackwardMaps {
   CUtensorMap query, key, value, grad_out;  // boxes of a tile of the one pair and of a block of the other
 };
 
-// In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
+// In which order the CTAs take the tiles: section after section of heads, and in a section by length. The last section begins with
+// the longest tiles of all its heads, and each one ends with tiles as long as the next one begins with: a section may end within
+// a round over the SMs, in which tiles should be alike.
 struct RowsBackwardOrder {
   uint32_t tiles, tiles_of_head, heads_of_section;  // 1: the tiles of a head are adjacent
   struct Place {
@@ -29,7 +31,8 @@ struct RowsBackwardOrder {
     const uint32_t of_section = tiles_of_head * heads_of_section, section = place / of_section;
     const uint32_t heads = min(tiles / tiles_of_head - section * heads_of_section, heads_of_section);
     place -= section * of_section;
-    return {section * heads_of_section + place % heads, place / heads};
+    const bool longest_first = ((tiles - 1) / of_section - section) % 2 == 0;
+    return {section * heads_of_section + place % heads, longest_first ? place / heads : tiles_of_head - 1 - place / heads};
   }
 };
 

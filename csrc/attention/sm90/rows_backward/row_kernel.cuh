@@ -53,8 +53,9 @@ class RowGradConsumer {
         add_keys();
         wgmma_wait<0>();
         pin_query_grad();
-        release(before_);
+        release(shared_.key_empty[before()]);
       }
+      if constexpr (Tile::kGeneral) pass_end();
       const int warp_row = consumer_ * 64 + threadIdx.x / 32 % 4 * 16, rows = static_cast<int>(p_.L) - work_->row - warp_row;
       const uint32_t s_strip = Tile::kOwnStrips ? shared_address(shared_.strip[threadIdx.x / 32])
                                                 : shared_address(shared_.query[place_][0]) + warp_row * 128;
@@ -71,17 +72,19 @@ class RowGradConsumer {
   static constexpr int kScores = Tile::kN / 2;
   static constexpr int kSlices = Tile::kN / 16;  // of a block, each the k of one product with keys
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dQ, by instruction
-  __device__ __forceinline__ void wait(const RingPlace<Tile::kSlots>& place) const {
-    mbarrier_wait(shared_address(&shared_.full[place.slot]), place.parity);
+  __device__ __forceinline__ void wait_key() const {
+    mbarrier_wait(shared_address(&shared_.key_full[key_.slot]), key_.parity);
   }
-  __device__ __forceinline__ void release(int slot) const {
-    __syncwarp();  // all lanes have read what they need of the stage
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[slot]));
+  __device__ __forceinline__ void release(uint64_t& empty) const {
+    __syncwarp();  // all lanes have read what they need of the slot
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&empty));
   }
+  // Slot of the keys of the block before. Registers are scarce: it is found, not kept.
+  __device__ __forceinline__ int before() const { return key_.slot == 0 ? Tile::kKeys - 1 : key_.slot - 1; }
   __device__ __forceinline__ void release_query() const { mbarrier_arrive(shared_address(&shared_.query_empty[place_])); }
   // dQ of the block before, begun.
   __device__ __forceinline__ void add_keys() {
-    add_product<T>(query_grad_, score_grads_, shared_address(shared_.block[before_][0]));
+    add_product<T>(query_grad_, score_grads_, shared_address(shared_.key[before()][0]));
   }
   __device__ __forceinline__ void pin_query_grad() {
 #pragma unroll
@@ -110,24 +113,25 @@ class RowGradConsumer {
 
   // The block whose keys come next in the ring, or -1 after the tile's last one.
   __device__ __forceinline__ int next_block() {
-    wait(slot_);
+    wait_key();
     int taken = 0;
-    if (threadIdx.x % 32 == 0) taken = shared_.taken[slot_.slot];  // the lane that releases the slot
+    if (threadIdx.x % 32 == 0) taken = shared_.taken[key_.slot];  // the lane that releases the slot
     taken = __shfl_sync(0xffffffffu, taken, 0);
-    if (taken < 0) {
-      release(slot_.slot);
-      slot_.advance();
-    }
     unmasked_ = taken & 1;
     return taken >> 1;
+  }
+  // Gives back the slot that says so.
+  __device__ __forceinline__ void pass_end() {
+    release(shared_.key_empty[key_.slot]);
+    key_.advance();
   }
 
   // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
   __device__ __forceinline__ void clear_hidden_keys(int block) {
     const int seen = work_->keys - block * Tile::kN;
     if (p_.sequence.key_lengths == nullptr || seen >= Tile::kN) return;
-    wait(slot_);
-    clear_rows(shared_address(shared_.block[slot_.slot][0]), Tile::kSteps, Tile::kN, seen, kBarrierRowsOwn + consumer_);
+    wait_key();
+    clear_rows(shared_address(shared_.key[key_.slot][0]), Tile::kSteps, Tile::kN, seen, kBarrierRowsOwn + consumer_);
   }
 
   // A block of keys. kFirst: of the tile's. An operand in registers is made while no product is under way: ptxas would wait for
@@ -137,33 +141,29 @@ class RowGradConsumer {
     constexpr bool kAdds = !kFirst && !Tile::kAhead;    // dQ of the block before is made first
     constexpr int kUnderWay = kFirst || kAdds ? 0 : 1;  // else it goes on
     const uint32_t s_rows = consumer_ * 64 * 128;
-    const int key = slot_.slot;
     // A warpgroup's first query sees the fewest keys.
     const QueryRecord* own = &shared_.records[place_][consumer_ * 64 / QueryRecord::kQueries];
     const bool careful = (own[0].careful | own[1].careful) != 0 || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
-    if constexpr (!kAdds) wait(slot_);
+    if constexpr (!kAdds) wait_key();
     turns_.take();
     wgmma_fence();
+    if constexpr (kAdds) add_keys();
+    if constexpr (!Tile::kAhead) turns_.pass();  // a product apart, as both want the same values before others can be loaded
     if constexpr (kAdds) {
-      add_keys();
-      wait(slot_);
+      wait_key();
       wgmma_fence();
     }
     multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(scores_, shared_address(shared_.query[place_][0]) + s_rows,
-                                                       shared_address(shared_.block[key][0]));
-    slot_.advance();
-    if constexpr (!Tile::kAhead) turns_.pass();
+                                                       shared_address(shared_.key[key_.slot][0]));
     if constexpr (kAdds) {
       wgmma_wait<1>();
       pin_query_grad();
-      release(before_);
+      release(shared_.key_empty[before()]);
     }
-    wait(slot_);
-    const int value = slot_.slot;
-    slot_.advance();
+    mbarrier_wait(shared_address(&shared_.value_full[value_.slot]), value_.parity);
     wgmma_fence();
     multiply_rows<T, Tile::kSteps, Tile::kM, Tile::kN>(weight_grads_, shared_address(shared_.grad_out[place_][0]) + s_rows,
-                                                       shared_address(shared_.block[value][0]));
+                                                       shared_address(shared_.value[value_.slot][0]));
     if constexpr (Tile::kAhead) {
       if constexpr (!kFirst) add_keys();
       turns_.pass();
@@ -179,7 +179,8 @@ class RowGradConsumer {
     }
     wgmma_wait<kUnderWay>();
     pin_registers(weight_grads_);
-    release(value);
+    release(shared_.value_empty[value_.slot]);
+    value_.advance();
     float factor = Exponents<T>::kUnscale;
     if constexpr (Tile::kGeneral) {
       if (p_.dropout.seed != nullptr) drop(block);
@@ -198,10 +199,10 @@ class RowGradConsumer {
     if constexpr (kUnderWay > 0) {
       wgmma_wait<0>();
       pin_query_grad();
-      release(before_);
+      release(shared_.key_empty[before()]);
     }
     pack<T>(score_grads_, weight_grads_);
-    before_ = key;
+    key_.advance();
   }
 
   // scores_: products -> P times weight_scale.
@@ -263,9 +264,9 @@ class RowGradConsumer {
   const Turns<Tile::kShape.turns> turns_;
   const int consumer_;
   const typename Tile::Work* work_;  // of this tile
-  RingPlace<Tile::kSlots> slot_;     // of a block's keys, then of its values
+  RingPlace<Tile::kKeys> key_;       // of a block's keys
+  RingPlace<Tile::kValues> value_;   // and of its values
   uint32_t place_;                   // of the tile's queries
-  int before_;                       // slot of the keys of the block before
   bool unmasked_;                    // of the general instance: whether the mask shows all of the block
   int row_;                          // of this thread's first element in the tile's scores; the other row is 8 below
   float offset_[2], delta_[2];       // of the two rows
@@ -282,7 +283,8 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   typename Tile::Shared& shared = *reinterpret_cast<typename Tile::Shared*>(s_bytes);
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  init_ring(shared.full, shared.empty, 4 * kRowsBackwardConsumers);
+  init_ring(shared.key_full, shared.key_empty, 4 * kRowsBackwardConsumers);
+  init_ring(shared.value_full, shared.value_empty, 4 * kRowsBackwardConsumers);
   init_ring(shared.query_full, shared.query_empty, 128 * kRowsBackwardConsumers);
   mbarrier_fence_init();
   __syncthreads();

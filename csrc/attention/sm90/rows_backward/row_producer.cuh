@@ -22,7 +22,7 @@ struct RowGradTile {
   static constexpr int kN = kShape.row_keys;
   static constexpr int kStep = 64;  // of E or Ev: a row of 128 bytes, the widest swizzle
   static constexpr int kSteps = kShape.steps;
-  static constexpr int kPlaces = kShape.row_places, kSlots = kShape.row_slots;
+  static constexpr int kPlaces = kShape.row_places, kKeys = kShape.row_key_slots, kValues = kShape.row_value_slots;
   static constexpr bool kAhead = kShape.row_ahead;
   static constexpr bool kOwnStrips = kSteps <= 2;  // else a gradient leaves through the place of its queries
   static constexpr int kMarkedKeys = kShape.marked_keys();
@@ -40,16 +40,18 @@ struct RowGradTile {
   struct Shared {
     alignas(1024) T query[kPlaces][kSteps][kM * kStep];
     alignas(1024) T grad_out[kPlaces][kSteps][kM * kStep];
-    alignas(1024) T block[kSlots][kSteps][kN * kStep];  // a block's keys, its values, the next one's keys
+    alignas(1024) T key[kKeys][kSteps][kN * kStep];  // of a block, until dQ is there
+    alignas(1024) T value[kValues][kSteps][kN * kStep];  // until dP is there
     alignas(1024) T strip[kOwnStrips ? kRowsBackwardConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 8];  // of each warp
     QueryRecord records[kPlaces][kRecords];                                                           // of a tile's queries
     Work work[kWorks];
     uint64_t query_full[kPlaces];   // TMA arrives with the bytes of queries, gradients and records; the consumers wait
     uint64_t query_empty[kPlaces];  // the consumers' threads arrive; the producer waits
-    uint64_t full[kSlots];          // TMA arrives with the bytes of keys or values; the consumers wait
-    uint64_t empty[kSlots];         // the consumers' warps arrive; the producer waits
+    uint64_t key_full[kKeys];       // TMA arrives with the bytes of keys; the consumers wait
+    uint64_t key_empty[kKeys];      // the consumers' warps arrive; the producer waits
+    uint64_t value_full[kValues], value_empty[kValues];  // the same of values
     // Of the general instance: of a slot of keys, what ShownBlocks says of the block; -1 after the tile's last one.
-    int taken[kGeneral ? kSlots : 1];
+    int taken[kGeneral ? kKeys : 1];
     TensorPosition boxes[kGeneral ? 2 : 1];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
@@ -73,7 +75,8 @@ struct RowGradPlace {
 template <class Tile>
 __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const RowsBackwardMaps& maps, const RowsMarks& marks,
                                           typename Tile::Shared& shared, const RowsBackwardOrder& order) {
-  RingPlace<Tile::kSlots> slot;
+  RingPlace<Tile::kKeys> key_slot;
+  RingPlace<Tile::kValues> value_slot;
   RowsPlaces places(order.tiles);
 #pragma unroll 1
   while (places.next()) {
@@ -85,17 +88,24 @@ __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const Row
       set_batch(key, p.batch, p.key, at.n);
       set_batch(value, p.batch, p.value, at.n);
     }
-    const auto load = [&](const CUtensorMap& map, TensorPosition box, int block) {
-      const uint32_t s_full = shared_address(&shared.full[slot.slot]);
-      mbarrier_arrive_expect_bytes(s_full, sizeof(shared.block[0]));
+    const auto load = [&](auto& to, uint64_t& full, const CUtensorMap& map, TensorPosition box, int block) {
+      const uint32_t s_full = shared_address(&full);
+      mbarrier_arrive_expect_bytes(s_full, sizeof(to));
       box.at[1] = block * Tile::kN;
 #pragma unroll
       for (int step = 0; step < Tile::kSteps; ++step) {
         box.at[0] = step * Tile::kStep;
-        tma_load(shared_address(shared.block[slot.slot][step]), &map, box, s_full);
+        tma_load(shared_address(to[step]), &map, box, s_full);
       }
     };
-    const auto wait = [&] { mbarrier_wait(shared_address(&shared.empty[slot.slot]), slot.parity ^ 1); };
+    const auto wait_key = [&] { mbarrier_wait(shared_address(&shared.key_empty[key_slot.slot]), key_slot.parity ^ 1); };
+    const auto load_key = [&](int block) {
+      load(shared.key[key_slot.slot], shared.key_full[key_slot.slot], maps.key, key, block);
+    };
+    const auto load_value = [&](int block) {
+      mbarrier_wait(shared_address(&shared.value_empty[value_slot.slot]), value_slot.parity ^ 1);
+      load(shared.value[value_slot.slot], shared.value_full[value_slot.slot], maps.value, value, block);
+    };
     const int blocks = (at.keys + Tile::kN - 1) / Tile::kN;
     if constexpr (Tile::kGeneral) {
       const uint32_t cells = static_cast<uint32_t>(cells_of(marks, p.batch, at.n));
@@ -110,32 +120,28 @@ __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const Row
       while (found.find(0, look)) {
         const int taken = found.take();
         if (elect_thread()) {
-          wait();
-          shared.taken[slot.slot] = taken;
-          load(maps.key, key, taken / 2);
+          wait_key();
+          shared.taken[key_slot.slot] = taken;
+          load_key(taken / 2);
+          load_value(taken / 2);
         }
-        slot.advance();
-        if (elect_thread()) {
-          wait();
-          load(maps.value, value, taken / 2);
-        }
-        slot.advance();
+        key_slot.advance();
+        value_slot.advance();
       }
       if (elect_thread()) {  // the end of the tile takes a slot of keys
-        wait();
-        shared.taken[slot.slot] = -1;
-        mbarrier_arrive(shared_address(&shared.full[slot.slot]));
+        wait_key();
+        shared.taken[key_slot.slot] = -1;
+        mbarrier_arrive(shared_address(&shared.key_full[key_slot.slot]));
       }
-      slot.advance();
+      key_slot.advance();
     } else {
 #pragma unroll 1
       for (int block = blocks - 1; block >= 0; --block) {
-        wait();
-        load(maps.key, key, block);
-        slot.advance();
-        wait();
-        load(maps.value, value, block);
-        slot.advance();
+        wait_key();
+        load_key(block);
+        load_value(block);
+        key_slot.advance();
+        value_slot.advance();
       }
     }
   }
