@@ -58,10 +58,12 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   const int64_t more = (p.mask == MaskType::kBool ? 25 : masked ? 50 : 0) + (p.dropout ? 35 : 0);
   const int64_t row_ns = shape.row_block_ns + kRowsBackwardTile * shape.row_keys * more / 1024,
                 col_ns = shape.col_block_ns + shape.col_keys * shape.col_queries * more / 1024;
+  // Blocks that a mask hides are left out. How many is not known: padding and windows hide more than this quarter, noise nothing.
+  const int64_t quarters = p.mask == MaskType::kBool && p.visible_keys() >= 4 * shape.row_keys ? 3 : 4;
   // Tiles of `tile` of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.
   const auto kernel = [&](int64_t heads, int64_t rows, int64_t tile, int64_t blocks, int64_t visible, int64_t block_ns) {
-    const int64_t tiles = times(heads, ceil_div(rows, tile)), longest = kTile + times(blocks, block_ns);
-    const int64_t all = times(tiles, kTile) + times(heads, visible, block_ns);
+    const int64_t tiles = times(heads, ceil_div(rows, tile)), longest = kTile + times(blocks, block_ns) * quarters / 4;
+    const int64_t all = times(tiles, kTile) + times(heads, visible, block_ns) / 4 * quarters;
     return p.causal ? std::max(longest, all / card.sms) : times(ceil_div(tiles, card.sms), longest);
   };
   const int64_t S = p.visible_keys(), key_blocks = ceil_div(S, shape.row_keys), query_blocks = ceil_div(p.L, shape.col_queries);

@@ -38,9 +38,10 @@ struct RowsBackwardOrder {
 
 constexpr int kRowsBackwardConsumers = 2;  // warpgroups that multiply; one more loads
 constexpr int kRowsBackwardThreads = 128 * (kRowsBackwardConsumers + 1);
-// Of the 168 that each of 384 threads begins with: nothing that is given exceeds it. Roles need fewer, and their producer more.
-constexpr int rows_backward_consumer_registers(bool roles) { return roles ? 232 : 240; }
-constexpr int rows_backward_producer_registers(bool roles) { return roles ? 40 : 24; }
+// Of the 168 that each of 384 threads begins with: nothing that is given exceeds it. Roles, and the row kernel's general instance
+// at head dim 192, need fewer, and their producers more.
+constexpr int rows_backward_consumer_registers(bool wide_producer) { return wide_producer ? 232 : 240; }
+constexpr int rows_backward_producer_registers(bool wide_producer) { return wide_producer ? 40 : 24; }
 static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(false) + rows_backward_producer_registers(false) <=
               504);
 static_assert(kRowsBackwardConsumers * rows_backward_consumer_registers(true) + rows_backward_producer_registers(true) <= 504);

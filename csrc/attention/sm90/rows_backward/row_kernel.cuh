@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   mbarrier_fence_init();
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
-    give_registers<rows_backward_producer_registers(false)>();
+    give_registers<rows_backward_producer_registers(Tile::kWideProducer)>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (Tile::kGeneral && warp == 0) {
       load_keys<Tile>(p, maps, marks, shared, order);
@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
       }
     }
   } else {
-    take_registers<rows_backward_consumer_registers(false)>();
+    take_registers<rows_backward_consumer_registers(Tile::kWideProducer)>();
     RowGradConsumer<Tile>(p, shared, warpgroup).run(order);
   }
 #else

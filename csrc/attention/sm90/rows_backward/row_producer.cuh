@@ -24,7 +24,8 @@ struct RowGradTile {
   static constexpr int kSteps = kShape.steps;
   static constexpr int kPlaces = kShape.row_places, kKeys = kShape.row_key_slots, kValues = kShape.row_value_slots;
   static constexpr bool kAhead = kShape.row_ahead;
-  static constexpr bool kOwnStrips = kSteps <= 2;  // else a gradient leaves through the place of its queries
+  static constexpr bool kWideProducer = kGeneral && kSteps == 3;  // which 24 registers do not hold; at 4 the consumers need 240
+  static constexpr bool kOwnStrips = kSteps <= 2;                 // else a gradient leaves through the place of its queries
   static constexpr int kMarkedKeys = kShape.marked_keys();
   static_assert(kM % kMarkedRows == 0 && kN % kMarkedKeys == 0, "a block is whole cells of the marks");
 
@@ -40,7 +41,7 @@ struct RowGradTile {
   struct Shared {
     alignas(1024) T query[kPlaces][kSteps][kM * kStep];
     alignas(1024) T grad_out[kPlaces][kSteps][kM * kStep];
-    alignas(1024) T key[kKeys][kSteps][kN * kStep];  // of a block, until dQ is there
+    alignas(1024) T key[kKeys][kSteps][kN * kStep];      // of a block, until dQ is there
     alignas(1024) T value[kValues][kSteps][kN * kStep];  // until dP is there
     alignas(1024) T strip[kOwnStrips ? kRowsBackwardConsumers * 4 : 1][kOwnStrips ? 16 * kStep : 8];  // of each warp
     QueryRecord records[kPlaces][kRecords];                                                           // of a tile's queries
@@ -55,6 +56,15 @@ struct RowGradTile {
     TensorPosition boxes[kGeneral ? 2 : 1];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
+};
+
+// A RingPlace in one register: a producer has few.
+template <int kSlots>
+struct PackedRingPlace {
+  uint32_t at = 0;  // of twice around
+  __device__ __forceinline__ uint32_t slot() const { return at % kSlots; }
+  __device__ __forceinline__ uint32_t parity() const { return at / kSlots; }
+  __device__ __forceinline__ void advance() { at = at + 1 == 2 * kSlots ? 0 : at + 1; }
 };
 
 // What a tile of the order is.
@@ -75,8 +85,8 @@ struct RowGradPlace {
 template <class Tile>
 __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const RowsBackwardMaps& maps, const RowsMarks& marks,
                                           typename Tile::Shared& shared, const RowsBackwardOrder& order) {
-  RingPlace<Tile::kKeys> key_slot;
-  RingPlace<Tile::kValues> value_slot;
+  PackedRingPlace<Tile::kKeys> key_slot;
+  PackedRingPlace<Tile::kValues> value_slot;
   RowsPlaces places(order.tiles);
 #pragma unroll 1
   while (places.next()) {
@@ -98,13 +108,13 @@ __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const Row
         tma_load(shared_address(to[step]), &map, box, s_full);
       }
     };
-    const auto wait_key = [&] { mbarrier_wait(shared_address(&shared.key_empty[key_slot.slot]), key_slot.parity ^ 1); };
+    const auto wait_key = [&] { mbarrier_wait(shared_address(&shared.key_empty[key_slot.slot()]), key_slot.parity() ^ 1); };
     const auto load_key = [&](int block) {
-      load(shared.key[key_slot.slot], shared.key_full[key_slot.slot], maps.key, key, block);
+      load(shared.key[key_slot.slot()], shared.key_full[key_slot.slot()], maps.key, key, block);
     };
     const auto load_value = [&](int block) {
-      mbarrier_wait(shared_address(&shared.value_empty[value_slot.slot]), value_slot.parity ^ 1);
-      load(shared.value[value_slot.slot], shared.value_full[value_slot.slot], maps.value, value, block);
+      mbarrier_wait(shared_address(&shared.value_empty[value_slot.slot()]), value_slot.parity() ^ 1);
+      load(shared.value[value_slot.slot()], shared.value_full[value_slot.slot()], maps.value, value, block);
     };
     const int blocks = (at.keys + Tile::kN - 1) / Tile::kN;
     if constexpr (Tile::kGeneral) {
@@ -121,7 +131,7 @@ __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const Row
         const int taken = found.take();
         if (elect_thread()) {
           wait_key();
-          shared.taken[key_slot.slot] = taken;
+          shared.taken[key_slot.slot()] = taken;
           load_key(taken / 2);
           load_value(taken / 2);
         }
@@ -130,8 +140,8 @@ __device__ __forceinline__ void load_keys(const RowsBackwardParams& p, const Row
       }
       if (elect_thread()) {  // the end of the tile takes a slot of keys
         wait_key();
-        shared.taken[key_slot.slot] = -1;
-        mbarrier_arrive(shared_address(&shared.key_full[key_slot.slot]));
+        shared.taken[key_slot.slot()] = -1;
+        mbarrier_arrive(shared_address(&shared.key_full[key_slot.slot()]));
       }
       key_slot.advance();
     } else {
