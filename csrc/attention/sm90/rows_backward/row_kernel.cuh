@@ -72,9 +72,7 @@ class RowGradConsumer {
   static constexpr int kScores = Tile::kN / 2;
   static constexpr int kSlices = Tile::kN / 16;  // of a block, each the k of one product with keys
   static constexpr int kPartSteps = Tile::kSteps % 2 == 1 ? 1 : 2, kParts = Tile::kSteps / kPartSteps;  // of dQ, by instruction
-  __device__ __forceinline__ void wait_key() const {
-    mbarrier_wait(shared_address(&shared_.key_full[key_.slot]), key_.parity);
-  }
+  __device__ __forceinline__ void wait_key() const { mbarrier_wait(shared_address(&shared_.key_full[key_.slot]), key_.parity); }
   __device__ __forceinline__ void release(uint64_t& empty) const {
     __syncwarp();  // all lanes have read what they need of the slot
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&empty));
