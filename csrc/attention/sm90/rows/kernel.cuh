@@ -25,7 +25,7 @@ namespace attention_ext {
 
 template <class Tile, RowsKind kKind>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ GroupMaps maps,
+    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMaps maps,
                         const __grid_constant__ RowsMarks marks, RowsOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
@@ -36,10 +36,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     tma_prefetch_map(&maps.query);
     tma_prefetch_map(&maps.key);
     tma_prefetch_map(&maps.value);
+    if constexpr (Tile::bias_ring(kKind)) tma_prefetch_map(&maps.bias);
   }
   init_ring(shared.key_full, shared.key_empty, 4 * Tile::kConsumers);
   init_ring(shared.value_full, shared.value_empty, 4 * Tile::kConsumers);
   init_ring(shared.query_full, shared.query_empty, 4 * Tile::kConsumers);
+  if constexpr (Tile::bias_ring(kKind)) init_ring(shared.bias_full, shared.bias_empty, 128 * Tile::kConsumers);
   mbarrier_fence_init();
   wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();
