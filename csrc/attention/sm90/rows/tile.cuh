@@ -163,7 +163,7 @@ struct RowsTile {
   static constexpr int kBiasSteps = kBiasBlocks > 0 ? kN / kStep : 1;  // boxes of a block
 
   // Of a box of the tile's rows by a step of columns.
-  __device__ static constexpr uint32_t box_bytes(int group) { return rows_of_tile(kM, group) * kStep * sizeof(T); }
+  static constexpr uint32_t box_bytes(int group) { return rows_of_tile(kM, group) * kStep * sizeof(T); }
 
   static constexpr int kWorks = kQueries + 2;
 
