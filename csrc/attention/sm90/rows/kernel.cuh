@@ -5,8 +5,8 @@
 //   S_j = Q K_j^T begins, O += P_{j+1} V_{j+1} begins | S_j is there: softmax, P_j | O is there: rescaled; P_j as its next operand
 // P stays in registers: a result of wgmma lies there as an operand of it does. Products of one warpgroup run under the softmax of
 // the others: where they are short, up to head dim 192, warpgroups take turns at issuing them, so that they stay out of step.
-// A fourth or third warpgroup's threads load: keys and values in rings of their own, and the query tiles. Blocks of keys that
-// a mask hides from all of the tile's rows are left out (mark.cuh).
+// A fourth or third warpgroup's threads load: keys, values and up to head dim 128 a bias in rings of their own, and the query
+// tiles. Blocks of keys that a mask hides from all of the tile's rows are left out (mark.cuh).
 // CTAs stay and take tile after tile (RowsOrder); the next tile's operands come while this one ends.
 // Where rows are few and keys many, a tile is up to 64 rows and one piece of the keys, for one warpgroup. It leaves what it has
 // summed in the workspace, and combine_pieces makes the output of that.
