@@ -23,10 +23,10 @@ class RowsBias {
     const int lane = threadIdx.x % 32;
     row_offset_ = swizzled(work.mask_place(p, first_row + lane % 16), lane / 16);
   }
-  __device__ __forceinline__ void read(const ForwardParams&, const typename Tile::Shared&, int, int) {}  // not by consumers
+  __device__ __forceinline__ void request(const ForwardParams&, const typename Tile::Shared&, int, int) {}  // not by consumers
 
-  // x: scores of the block next in the ring, scaled. All threads of all consumers.
-  __device__ __forceinline__ void add_to(float (&x)[kScores], typename Tile::Shared& shared) {
+  // The block next in the ring, while its scores are multiplied. All threads of all consumers.
+  __device__ __forceinline__ void receive(typename Tile::Shared& shared) {
     mbarrier_wait(shared_address(&shared.bias_full[place_.slot]), place_.parity);
     const uint32_t s_row = shared_address(shared.bias[place_.slot][0]) + row_offset_;
 #pragma unroll
@@ -35,19 +35,24 @@ class RowsBias {
       for (int chunk = 0; chunk < 8; chunk += 2) {
         // Rows 0 to 7 and 8 to 15 of a chunk, and of the next one, as scores lie. The swizzle is an exclusive or with the row, and
         // so is the way from chunk to chunk.
-        uint32_t pairs[4];
-        load_matrices((s_row ^ chunk * 16) + step * static_cast<uint32_t>(sizeof(shared.bias[0][0])), pairs);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          add_bias(x, (step * 8 + chunk) * 4 + 2 * i, unpack_pair(pairs[i], static_cast<const T*>(nullptr)));
-        }
+        load_matrices((s_row ^ chunk * 16) + step * static_cast<uint32_t>(sizeof(shared.bias[0][0])),
+                      pairs_[step * 4 + chunk / 2]);
       }
     }
     mbarrier_arrive(shared_address(&shared.bias_empty[place_.slot]));
     place_.advance();
   }
 
+  // x: scores of the block that was received, scaled.
+  __device__ __forceinline__ void add_to(float (&x)[kScores]) const {
+#pragma unroll
+    for (int i = 0; i < kScores / 2; ++i) {
+      add_bias(x, 2 * i, unpack_pair(pairs_[i / 4][i % 4], static_cast<const T*>(nullptr)));
+    }
+  }
+
  private:
+  uint32_t pairs_[kScores / 8][4];
   uint32_t row_offset_;  // of the row of the mask for the row of the matrices that this lane points at, in a box
   RingPlace<Tile::kBiasBlocks> place_;
 };
@@ -63,7 +68,8 @@ class RowsBias<Tile, false> {
 
   // block: the next one; less than 0: some block, whose bias is not used. For keys after the mask's last one its last chunk is read
   // again.
-  __device__ __forceinline__ void read(const ForwardParams& p, const typename Tile::Shared& shared, int first_row, int block) {
+  __device__ __forceinline__ void request(const ForwardParams& p, const typename Tile::Shared& shared, int first_row,
+                                          int block) {
     const int first = max(block, 0) * Tile::kN;
     const T* g_mask = static_cast<const T*>(p.mask.data) + first;
 #pragma unroll
@@ -73,8 +79,10 @@ class RowsBias<Tile, false> {
     keep_order();  // the reads are not to be put off
   }
 
-  // x: scores of the block that was read, scaled.
-  __device__ __forceinline__ void add_to(float (&x)[kScores], typename Tile::Shared&) const {
+  __device__ __forceinline__ void receive(const typename Tile::Shared&) {}
+
+  // x: scores of the block that was requested, scaled.
+  __device__ __forceinline__ void add_to(float (&x)[kScores]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) chunks_[half].add_to(x, half, static_cast<const T*>(nullptr));
   }

@@ -136,7 +136,7 @@ class RowsConsumer {
       if (block < 0) release(shared_.key_empty, key_place_);
       unmasked_ = block & 1;
       block_ = block >> 1;
-      if constexpr (kKind == kBias) bias_.read(p_, shared_, warp_row(), block_);
+      if constexpr (kKind == kBias) bias_.request(p_, shared_, warp_row(), block_);
     }
   }
 
@@ -174,6 +174,7 @@ class RowsConsumer {
     if constexpr (kKind == kPlain) wait(shared_.key_full, key_place_);
     wgmma_fence();
     multiply_keys();
+    if constexpr (kKind == kBias) bias_.receive(shared_);
     wgmma_wait<0>();
     pin_registers(scores_);
     release(shared_.key_empty, key_place_);
@@ -202,6 +203,7 @@ class RowsConsumer {
     if constexpr (!Tile::kTurns) rescale();  // while the scores are computed
     add_values();
     if constexpr (Tile::kTurns) pass_turn();
+    if constexpr (kKind == kBias) bias_.receive(shared_);
     wgmma_wait<1>();
     pin_registers(scores_);
     release(shared_.key_empty, key_place_);
@@ -224,7 +226,7 @@ class RowsConsumer {
     if constexpr (kKind == kBias) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) scores_[i] = __fmul_rn(scores_[i], scale);
-      bias_.add_to(scores_, shared_);
+      bias_.add_to(scores_);
     } else if constexpr (kKind == kGeneral) {
       const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
       const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };

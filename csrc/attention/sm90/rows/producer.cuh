@@ -102,7 +102,7 @@ class RowsProducer {
     load(shared_.value_full, shared_.value_empty, shared_.value, value_place_, &maps_.value, shared_.value_box, block, -1);
   }
 
-  // Last of a block's operands: what it waits for, that consumers have added the bias of a block before, is the latest.
+  // Last of a block's operands: what it waits for, that consumers have taken the bias of a block before, is the latest.
   __device__ __forceinline__ void load_bias(int block, bool from_memory) {
     TensorPosition box = shared_.bias_box;
     mbarrier_wait(shared_address(&shared_.bias_empty[bias_place_.slot]), bias_place_.parity ^ 1);
