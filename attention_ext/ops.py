@@ -43,8 +43,9 @@ def sdpa(
             torch.nn.attention.bias means what it means for PyTorch's operator; other classes with a `__torch_function__` of their
             own are refused.
         dropout_p: probability in [0, 1] that a weight is zeroed (after the softmax; the others are scaled by 1 / (1 - p)). It is
-            always applied: pass 0.0 in evaluation. 0 consumes no random numbers. The backward pass draws the mask of its forward
-            pass, also in compiled and exported programs and in CUDA graphs, whose replays have a new one each.
+            always applied: pass 0.0 in evaluation. 0 consumes no random numbers. This package's kernels round it to a multiple of
+            2^-16, scale included: below 2^-17 nothing is dropped, and 1 alone drops everything. The backward pass draws the mask of
+            its forward pass, also in compiled and exported programs and in CUDA graphs, whose replays have a new one each.
         is_causal: query i sees keys 0 to i (top-left alignment, also where L != S).
         scale: factor of Q K^T, 1 / sqrt(E) by default; may be 0 or negative.
         enable_gqa: query head h reads key head h // (Hq // Hk) and value head h // (Hq // Hv); Hk and Hv divide Hq.

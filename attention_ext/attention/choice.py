@@ -121,7 +121,7 @@ def _cudnn_refuses(f: Facts) -> str:
     if f.mask is not None:
         return "it lets masked keys into rows without a visible one"
     if f.dropout_p > 0.0:
-        return "it rounds dropout_p"
+        return "it rounds dropout_p by a rule of its own"
     if not (settings.cudnn and cudnn_comes_first(settings.order)):
         return "PyTorch's operator does not take it first"
     if settings.deterministic and (f.gradient or not settings.warn_only):

@@ -16,33 +16,49 @@ from .._checks import accumulator
 from .call import AttentionCall
 from .layout import empty_grads, empty_results
 
-__all__ = ["Problem", "backward", "forward", "keep_mask", "softmax_parts"]
+__all__ = ["Problem", "backward", "forward", "keep_mask", "random_bits", "softmax_parts"]
 
 _M32 = 0xFFFFFFFF
 
 
 def _philox(seed: int, counter: list[Tensor]) -> list[Tensor]:
-    """Philox4x32-10 (Salmon et al., SC 2011): four 32-bit words for each counter of four, in int64 tensors."""
+    """Philox4x32-7 (Salmon et al., SC 2011): four 32-bit words for each counter of four, in int64 tensors."""
     c0, c1, c2, c3 = counter
     k0, k1 = seed & _M32, (seed >> 32) & _M32
-    for _ in range(10):
+    for _ in range(7):
         p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps beyond 63 bits, which leaves both halves right
         c0, c1, c2, c3 = ((p1 >> 32) & _M32) ^ c1 ^ k0, p1 & _M32, ((p0 >> 32) & _M32) ^ c3 ^ k1, p0 & _M32
         k0, k1 = (k0 + 0x9E3779B9) & _M32, (k1 + 0xBB67AE85) & _M32
     return [c0, c1, c2, c3]
 
 
-def keep_mask(seed: int, dropout_p: float, batches: int, rows: range, keys: int) -> Tensor:
-    """bool (batches, len(rows), keys): which weights dropout keeps. The same rule as the CUDA kernels'.
+def dropped_steps(dropout_p: float) -> int:
+    """How many of 2^16 equal steps of probability are dropped: dropout_p, rounded; all of them for 1 alone."""
+    return 2**16 if dropout_p == 1.0 else min(int(dropout_p * 2**16 + 0.5), 2**16 - 1)
 
-    Weight (n, i, j) takes word j % 4 of the counter (j // 4, i, n mod 2^32, n div 2^32); it is kept if that word is at
-    least dropout_p * 2^32. n counts the leading dims and query heads in row-major order.
+
+def random_bits(seed: int, batches: int, rows: range, keys: int) -> Tensor:
+    """int64 (batches, len(rows), keys): the 16 random bits of each weight.
+
+    A call of Philox makes those of eight weights, queries i and i + 8 by keys j, j + 1, j + 8 and j + 9, j even, of 16 by 16: the
+    counter is (j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, n mod 2^32, n div 2^32). Word 2 * (j // 8 % 2) + i // 8 % 2 has a
+    query's bits of two adjacent keys, the even one's below. n counts the leading dims and query heads in row-major order.
     """
+    first = rows.start // 16 * 16
     n = torch.arange(batches).view(-1, 1, 1)
-    i = torch.arange(rows.start, rows.stop).view(1, -1, 1)
-    group = torch.arange((keys + 3) // 4).view(1, 1, -1)
-    words = _philox(seed, list(torch.broadcast_tensors(group, i, n & _M32, n >> 32)))
-    return torch.stack(words, -1).flatten(-2)[..., :keys] >= int(dropout_p * 2**32)
+    of_rows = torch.arange(first // 2, (rows.stop + 15) // 16 * 8).view(1, -1, 1)
+    of_keys = torch.arange((keys + 15) // 16 * 4).view(1, 1, -1)
+    words = torch.stack(_philox(seed, list(torch.broadcast_tensors(of_keys, of_rows, n & _M32, n >> 32))), -1)
+    bits = torch.stack([words & 0xFFFF, words >> 16], -1).unflatten(-2, (2, 2)).unflatten(1, (-1, 8)).unflatten(3, (-1, 4))
+    # (batches, 16 queries, of 8, 16 keys, of 4, keys 8 apart, queries 8 apart, adjacent keys) -> queries and keys in their order
+    bits = bits.permute(0, 1, 6, 2, 3, 5, 4, 7).flatten(4, 7).flatten(1, 3).flatten(2)
+    return bits[:, rows.start - first : rows.stop - first, :keys]
+
+
+def keep_mask(seed: int, dropout_p: float, batches: int, rows: range, keys: int) -> Tensor:
+    """bool (batches, len(rows), keys): which weights dropout keeps, by the CUDA kernels' rule: those whose bits are at least
+    dropped_steps(dropout_p)."""
+    return random_bits(seed, batches, rows, keys) >= dropped_steps(dropout_p)
 
 
 class Problem:
@@ -101,11 +117,12 @@ class Problem:
         return x if self.unseen is None else x.masked_fill(self.unseen, -math.inf)
 
     def kept(self, rows: range) -> Tensor | None:
-        """What dropout multiplies the weights of these rows by: 0 or 1 / (1 - p)."""
-        if self.dropout_p == 0.0:
+        """What dropout multiplies the weights of these rows by: 0 or 1 / (1 - p), with p as it is rounded."""
+        dropped = dropped_steps(self.dropout_p)
+        if dropped == 0:
             return None
         keep = keep_mask(self.seed, self.dropout_p, self.batches, rows, self.S).view(*self.leading, len(rows), self.S)
-        return keep.to(self.acc) * (1.0 / (1.0 - self.dropout_p) if self.dropout_p < 1.0 else 0.0)
+        return keep.to(self.acc) * (2**16 / (2**16 - dropped) if dropped < 2**16 else 0.0)
 
 
 def softmax_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:

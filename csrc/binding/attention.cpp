@@ -125,7 +125,7 @@ std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tens
                                                               OptionalTensor key_lengths) {
   check_defined("query", query);
   static constexpr int64_t kAnySeed = 0;  // kernels ask whether there is one, and here none of them runs
-  const Dropout dropout = {dropout_p > 0.0 ? &kAnySeed : nullptr, 0, 1.0};
+  const Dropout dropout = rounded_dropout(dropout_p, &kAnySeed);
   std::string reason;
   const ForwardCall call = forward_call(query, key, value, attn_mask, dropout, is_causal, scale, enable_gqa, workspace_bytes,
                                         kernel_name, key_lengths, nullptr, nullptr, &reason);

@@ -1,6 +1,7 @@
 // Checks that the attention operators share, and the sentences they fail with.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 
 #include "attention/params.h"
@@ -69,6 +70,15 @@ inline MaskType check_mask(const OptionalTensor& mask, const Tensor& query, cons
   return type == ScalarType::Bool ? MaskType::kBool : type == query.scalar_type() ? MaskType::kSameAsQuery : MaskType::kFloat;
 }
 
+// Dropout with p rounded to a multiple of 2^-16, of which there is none below 2^-17. Only p = 1 drops everything: what comes close
+// to it is rounded to 1 - 2^-16, so that the result's mean is right for every other p.
+inline Dropout rounded_dropout(double p, const int64_t* seed) {
+  constexpr double kSteps = 65536.0;
+  const double dropped = p == 1.0 ? kSteps : std::min(std::floor(p * kSteps + 0.5), kSteps - 1.0);
+  if (!(dropped > 0.0)) return {};
+  return {seed, static_cast<uint32_t>(dropped * kSteps - 1.0), p == 1.0 ? 0.0 : kSteps / (kSteps - dropped)};
+}
+
 // The seed of dropout on the query's device, wherever there is one.
 inline Dropout check_dropout(double p, const OptionalTensor& seed, const Tensor& query) {
   if (!(p >= 0.0 && p <= 1.0)) fail("dropout_p", "a probability in [0, 1]", text(p));
@@ -78,9 +88,7 @@ inline Dropout check_dropout(double p, const OptionalTensor& seed, const Tensor&
     fail("seed", "a 1-element int64 tensor on " + device_of(query),
          shape_of(*seed) + ", " + text(seed->scalar_type()) + " on " + device_of(*seed));
   }
-  if (p == 0.0) return {};
-  return {static_cast<const int64_t*>(data_of(*seed)), static_cast<uint64_t>(p * 4294967296.0),
-          p == 1.0 ? 0.0 : 1.0 / (1.0 - p)};
+  return rounded_dropout(p, given ? static_cast<const int64_t*>(data_of(*seed)) : nullptr);
 }
 
 // What bounds the keys of matrices (batch..., heads): causality, and a length for each batch row, of which there are as many as the

@@ -17,8 +17,10 @@ enum : int { kGradQuery, kGradKey, kGradValue };
 
 struct Dropout {
   const int64_t* seed;  // (1,) in device memory; null: no dropout
-  uint64_t threshold;   // an element stays iff its random word >= threshold; p = 1 gives 2^32, which drops all
-  double keep_scale;    // 1 / (1 - p), and 0 for p = 1
+  // A weight is dropped iff its 16 random bits, as the upper half of a word, are at most this: 2^16 times the rounded p, times
+  // 2^16, less 1. p = 1 gives the largest word, which drops all.
+  uint32_t dropped_up_to;
+  double keep_scale;  // 1 / (1 - the rounded p), and 0 for p = 1
 };
 
 // Exponentials in half types are relative to a reference of their segment of keys, with the segment's statistics next to them.

@@ -55,7 +55,7 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   const bool masked = p.mask != MaskType::kNone;
   const RowsBackwardShape shape = rows_backward_shape(rows_backward_class(p.E, p.Ev), masked || p.dropout);
   // More for 1024 scores of a block, not fitted. The column kernel reads a bias an element at a time.
-  const int64_t more = (p.mask == MaskType::kBool ? 25 : masked ? 50 : 0) + (p.dropout ? 70 : 0);
+  const int64_t more = (p.mask == MaskType::kBool ? 25 : masked ? 50 : 0) + (p.dropout ? 35 : 0);
   const int64_t row_ns = shape.row_block_ns + kRowsBackwardTile * shape.row_keys * more / 1024,
                 col_ns = shape.col_block_ns + shape.col_keys * shape.col_queries * more / 1024;
   // Tiles of `tile` of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.

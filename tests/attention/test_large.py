@@ -260,6 +260,6 @@ def test_dropout_rows_share_nothing_past_the_boundary() -> None:
     out, _ = sdpa_forward(q, q, v, None, torch.tensor([5], device="cuda"), p, False)
     rows = boundary_rows(n)
     keep = reference.dropout_keep_mask(5, p, 1, n, n, rows=rows)[0]
-    want = keep.double() @ v[0, 0].cpu().double() / (n * (1 - p))
+    want = keep.double() @ v[0, 0].cpu().double() / (n * (1 - reference.rounded_dropout_p(p)))
     close(out[0, 0, rows], want, 1e-5)
     assert len({tuple(row) for row in out[0, 0, rows].tolist()}) == len(rows)

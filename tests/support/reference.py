@@ -47,7 +47,7 @@ def attention(
     query (..., Hq, L, E), key (..., Hk, S, E), value (..., Hk, S, Ev), mask broadcastable to (..., Hq, L, S):
     boolean (True takes part) or additive. Returns out (..., Hq, L, Ev) and lse (..., Hq, L).
     A row without a visible key gives out = 0, lse = -inf and zero gradients.
-    keep (..., Hq, L, S): the weights that survive dropout; they are divided by 1 - dropout_p.
+    keep (..., Hq, L, S): the weights that survive dropout; they are divided by 1 - dropout_p, as that is rounded.
     side_by_side: with gqa, the query heads of one key head as rows of one product, so that gradients of keys and values are sums
     over all of them at once, rounded as a kernel's that repeats nothing, in place of keys and values repeated.
     """
@@ -72,7 +72,8 @@ def attention(
     top = scores.detach().amax(-1, keepdim=True) if scores.size(-1) else scores.detach().sum(-1, keepdim=True)
     lse = (torch.logsumexp(scores - top, -1) + top.squeeze(-1)).masked_fill(dead.squeeze(-1), NEG_INF)
     if keep is not None:
-        weights = weights * (keep.to(device=device, dtype=dtype) / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0)
+        share = rounded_dropout_p(dropout_p)
+        weights = weights * (keep.to(device=device, dtype=dtype) / (1.0 - share) if share < 1.0 else 0.0)
     out = product(weights, value)
     return out, lse.expand(out.shape[:-1])
 
@@ -84,15 +85,20 @@ def _mul_high_low(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def philox4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[int, int]) -> tuple[Tensor, ...]:
-    """Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011)."""
+    """Philox4x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011)."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
-    for _ in range(10):
+    for _ in range(7):
         high0, low0 = _mul_high_low(0xD2511F53, c0)
         high1, low1 = _mul_high_low(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _LOW32, (k1 + 0xBB67AE85) & _LOW32
     return c0, c1, c2, c3
+
+
+def rounded_dropout_p(p: float) -> float:
+    """The nearest multiple of 2^-16, which is 1 for p = 1 alone."""
+    return 1.0 if p == 1.0 else min(math.floor(p * 2**16 + 0.5), 2**16 - 1) / 2**16
 
 
 def dropout_keep_mask(
@@ -101,11 +107,15 @@ def dropout_keep_mask(
     """(n, l, s) bool: which weights survive. n counts (batch, query head) pairs in the order of a contiguous tensor.
     rows: only these of the l rows.
 
-    Weight (h, i, j) reads word j % 4 of Philox at counter (j // 4, i, low half of h, high half of h) under the key
-    (low half, high half) of the seed, and survives iff that word >= int(p * 2^32).
+    Weight (h, i, j) has 16 bits of word 2 * (j // 8 % 2) + i // 8 % 2 of Philox at counter (4 * (j // 16) + j % 8 // 2,
+    8 * (i // 16) + i % 8, low half of h, high half of h) under the key (low half, high half) of the seed: the lower ones where j is
+    even, else the upper ones. It survives iff they are at least 2^16 times the rounded p.
     """
-    h, i, j = (torch.arange(size, dtype=torch.int64, device=device) for size in (n, l, (s + 3) // 4))
+    h, i, j = (torch.arange(size, dtype=torch.int64, device=device) for size in (n, l, s))
     i = i if rows is None else torch.tensor(rows, device=device)
     h, i, j = h[:, None, None], i[None, :, None], j[None, None, :]
-    words = philox4x32((j, i, h & _LOW32, h >> 32), (seed & _LOW32, (seed >> 32) & _LOW32))
-    return torch.stack(words, -1).flatten(-2)[..., :s] >= int(p * 2**32)
+    counter = (4 * (j // 16) + j % 8 // 2, 8 * (i // 16) + i % 8, h & _LOW32, h >> 32)
+    words = torch.stack(torch.broadcast_tensors(*philox4x32(counter, (seed & _LOW32, (seed >> 32) & _LOW32))), -1)
+    chosen = (2 * (j // 8 % 2) + i // 8 % 2).expand(words.shape[:-1])
+    word = words.gather(-1, chosen[..., None]).squeeze(-1)
+    return (word >> 16 * (j % 2) & 0xFFFF) >= int(rounded_dropout_p(p) * 2**16)

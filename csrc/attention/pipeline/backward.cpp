@@ -20,7 +20,7 @@
 namespace attention_ext {
 namespace {
 
-constexpr int64_t kKeyGranule = 8;  // of slices of keys: dropout draws four at a time, and a pitch below 8 would save nothing
+constexpr int64_t kKeyGranule = 8;  // of slices of keys: dropout drops four at a time, and a pitch below 8 would save nothing
 constexpr int64_t kPartsShare = 8;  // one in so many bytes may go to parts of dK and dV that only speed them up
 
 struct SliceShape {

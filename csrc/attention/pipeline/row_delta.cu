@@ -5,13 +5,13 @@
 // One warp per row, lanes over quads of columns; sums by shuffles in a fixed order. With dropout P becomes keep * P on the way.
 // Grid: one CTA of 256 threads per 8 rows of the slice. No shared memory.
 #include "attention/pipeline/params.h"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
-#include "device/common/random.cuh"
 #include "device/common/types.cuh"
 #include "gemm/tile.cuh"
 

@@ -12,12 +12,12 @@
 
 #include "attention/pipeline/params.h"
 #include "attention/softmax/online_softmax.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
 #include "device/common/batch.cuh"
-#include "device/common/random.cuh"
 #include "device/common/row_reduce.cuh"
 #include "device/common/types.cuh"
 #include "gemm/tile.cuh"

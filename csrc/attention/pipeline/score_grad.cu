@@ -7,9 +7,9 @@
 // Grid: one CTA per block tile of every matrix of the slice (tile_of). 128 threads (half types) or 256.
 // Shared memory: 74,752 bytes (half types), 62,464 (float), 56,320 (double). Registers: launch bounds of the tile table.
 #include "attention/pipeline/params.h"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_place.cuh"
 #include "core/dispatch.h"
-#include "device/common/random.cuh"
 #include "gemm/mainloop.cuh"
 
 namespace attention_ext {

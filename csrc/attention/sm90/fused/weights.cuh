@@ -3,7 +3,7 @@
 #pragma once
 
 #include "attention/sm90/fused/work.cuh"
-#include "device/common/random.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "device/common/types.cuh"
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -30,23 +30,24 @@ __device__ __forceinline__ void store_weights(const float (&weights)[Tile::kN / 
   }
 }
 
-// Dropout, quad by quad of keys.
+// Dropout, a set of a thread's two rows and 16 keys at a time: next to the sums there are no registers for a block of scores.
 template <class Tile>
 __device__ __forceinline__ void drop_weights(const Dropout& dropout, const FusedWork& work, int block, uint32_t s_weights,
                                              int row) {
-  using T = typename Tile::T;
-  const int64_t seed = *dropout.seed;
-  const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int i = lane; i < 16 * Tile::kN / 4; i += 32) {
-    const int quad_row = row - lane / 4 + i / (Tile::kN / 4), key = i % (Tile::kN / 4) * 4;
-    const uint32_t s_quad = s_weights + weights_offset<Tile>(quad_row, key / 8) + key % 8 * sizeof(T);
-    Quad<T>& stored = *static_cast<Quad<T>*>(const_cast<void*>(shared_pointer(s_quad)));
-    float weights[4];
+  for (int key = 0; key < Tile::kN; key += 16) {
+    const auto pair_at = [&](int i) -> uint32_t& {  // of row i % 2, of the keys that are 8 * (i / 2) further
+      const uint32_t s_chunk = s_weights + weights_offset<Tile>(row + i % 2 * 8, key / 8 + i / 2);
+      return *static_cast<uint32_t*>(const_cast<void*>(shared_pointer(s_chunk + threadIdx.x % 4 * 4)));
+    };
+    uint32_t pairs[4];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) weights[e] = to_accumulator(stored.value[e]);
-    drop_quad(weights, dropout, seed, work.head_of(quad_row), work.query_of(quad_row), block * Tile::kN + key);
-    store_whole_quad(stored.value, weights);
+    for (int i = 0; i < 4; ++i) pairs[i] = pair_at(i);
+    visit_kept_of_tile<8>(dropout, work, row, block * Tile::kN + key, [&](int i, bool kept) {
+      if (!kept) pairs[i / 2] &= i % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+    });
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair_at(i) = pairs[i];
   }
 }
 

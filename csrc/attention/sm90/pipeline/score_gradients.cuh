@@ -6,15 +6,16 @@
 // 2. dP = dO . V^T. Epilogue: dS, to memory.
 // Nothing is read back. The two warpgroups are two steps apart, so that the epilogues of one meet products of the other.
 // P and dS lie row after row as (matrix, row, key): TMA reads such a matrix for wgmma along keys and along rows alike.
-// Registers: 240 a consumer thread: 128 sums, 64 pairs of P, 4 words of dropout, the rest addresses.
+// Registers: 240 a consumer thread: 128 sums, 64 pairs of P, the rest addresses.
 #pragma once
 
 #include "attention/sm90/pipeline/backward.h"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
 #include "attention/visibility/score_place.cuh"
 #include "core/dispatch.h"
 #include "core/tensor_map.h"
-#include "device/common/random.cuh"
+#include "device/sm80/positive_pair.cuh"
 #include "gemm/sm90/steps.cuh"
 
 namespace attention_ext {
@@ -65,7 +66,7 @@ struct ScoreGradients {
   // A tile's P and dS; false: no row sees any of it, and nothing is done.
   __device__ __forceinline__ bool multiply(StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) const {
     float delta[2];
-    uint32_t weights[Tile::kN / 4], kept[kParts];
+    uint32_t weights[Tile::kN / 4];
     bool plain;
     float product[Tile::kN / 2];
     {
@@ -77,9 +78,9 @@ struct ScoreGradients {
       plain = !kModified && wholly_visible<Tile>(at) && scales_exponents(static_cast<float>(p.scale)) &&
               !__any_sync(0xffffffffu, large);
       if (plain) {
-        make_probabilities<true>(at, row, rows, product, weights, kept, s_strip);
+        make_probabilities<true>(at, row, rows, product, weights, s_strip);
       } else {
-        make_probabilities<false>(at, row, rows, product, weights, kept, s_strip);
+        make_probabilities<false>(at, row, rows, product, weights, s_strip);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {  // read only now: the epilogue has no registers for them
@@ -91,9 +92,9 @@ struct ScoreGradients {
     multiplier.template multiply<false, false>(product, steps_of(p.Ev));
     const ScorePlace at = place(forget(tile));
     if (plain) {
-      make_score_grad<true>(at, row, delta, product, weights, kept, s_strip);
+      make_score_grad<true>(at, row, delta, product, weights, s_strip);
     } else {
-      make_score_grad<false>(at, row, delta, product, weights, kept, s_strip);
+      make_score_grad<false>(at, row, delta, product, weights, s_strip);
     }
     return true;
   }
@@ -112,12 +113,12 @@ struct ScoreGradients {
     return rows;
   }
 
-  // From products of query and key: the probabilities as they are rounded, and which of them dropout keeps. kPlain: all rows and
-  // keys exist and are visible, and no row's log-sum-exp is large.
+  // From products of query and key: the probabilities as they are rounded, those that dropout drops with the sign. kPlain: all
+  // rows and keys exist and are visible, and no row's log-sum-exp is large.
   template <bool kPlain>
   __device__ __forceinline__ void make_probabilities(const ScorePlace& at, int row, const Rows& rows,
                                                      const float (&product)[Tile::kN / 2], uint32_t (&weights)[Tile::kN / 4],
-                                                     uint32_t (&kept)[kParts], uint32_t s_strip) const {
+                                                     uint32_t s_strip) const {
     const float scale = static_cast<float>(p.scale);
     // Without a mask exponents are made of products, by one multiply-add.
     const bool products = (!kModified || p.mask_type == MaskType::kNone) && scales_exponents(scale);
@@ -154,14 +155,12 @@ struct ScoreGradients {
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) pairs[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
       pin_registers(pairs);
+      if (dropping) mark_dropped(at, row, part, pairs);
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) weights[part * (kPart / 4) + i] = pairs[i];
       if (dropping) {
-        kept[part] = draw(at, row, part);
 #pragma unroll
-        for (int i = 0; i < kPart / 4; ++i) {
-          pairs[i] &= (kept[part] >> 2 * i & 1) * 0xffffu | (kept[part] >> (2 * i + 1) & 1) * 0xffff0000u;
-        }
+        for (int i = 0; i < kPart / 4; ++i) pairs[i] = positive_pair<T>(pairs[i]);
       }
     });
   }
@@ -180,28 +179,25 @@ struct ScoreGradients {
     }
   }
 
-  // Bit i: whether dropout keeps element i of a part. Four adjacent columns, drawn at once, lie in two lanes: the even one
-  // draws for the upper row, the odd one for the lower.
-  __device__ __forceinline__ uint32_t draw(const ScorePlace& at, int row, int part) const {
-    const int lane = threadIdx.x % 4, odd = lane % 2;
-    const int64_t seed = *p.dropout.seed;
-    const int quad = (at.col + part * kPart) / 4 + lane / 2;
-    uint32_t bits = 0;
+  // The sign for those of a part's probabilities that dropout drops. Slices may begin at any row.
+  __device__ __forceinline__ void mark_dropped(const ScorePlace& at, int row, int part, uint32_t (&pairs)[kPart / 4]) const {
+    const int first = at.row + row, key = at.col + part * kPart;
+    const auto mark = [&](int i, bool kept) {
+      if (!kept) pairs[i / 2] ^= i % 2 == 0 ? 0x8000u : 0x80000000u;
+    };
+    if (at.row % 16 == 0) {
+      visit_kept<kPart / 2>(p.dropout, at.n, first, key, mark);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kPart / 8; ++i) {
-      const uint32_t mine = kept_of_quad(p.dropout, seed, at.n, at.row + row + 8 * odd, quad + 2 * i);
-      const uint32_t theirs = __shfl_xor_sync(0xffffffffu, mine, 1);
-      const uint32_t upper = (odd ? theirs : mine) >> 2 * odd & 3, lower = (odd ? mine : theirs) >> 2 * odd & 3;
-      bits |= (upper | lower << 2) << 4 * i;
+      for (int half = 0; half < 2; ++half) visit_kept_of_row<kPart / 2>(half, p.dropout, at.n, first + 8 * half, key, mark);
     }
-    return bits;
   }
 
   // From products of grad_out and value: dS.
   template <bool kPlain>
   __device__ __forceinline__ void make_score_grad(const ScorePlace& at, int row, const float (&delta)[2],
                                                   const float (&product)[Tile::kN / 2], const uint32_t (&weights)[Tile::kN / 4],
-                                                  const uint32_t (&kept)[kParts], uint32_t s_strip) const {
+                                                  uint32_t s_strip) const {
     constexpr float kUnscale = 1.0f / kWeightScale;
     const bool dropping = kModified && p.dropout.seed != nullptr;
     const float factor = dropping ? static_cast<float>(p.dropout.keep_scale) * kUnscale : kUnscale;
@@ -210,15 +206,11 @@ struct ScoreGradients {
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) {
         const float2 weight = unpack_pair(weights[part * (kPart / 4) + i], static_cast<const T*>(nullptr));
-        float grad[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at_part = 2 * i + e;
-          const float of_weight = product[part * (kPart / 2) + at_part], to_add = offset[i % 2];
-          grad[e] = fmaf(of_weight, factor, to_add);
-          if (dropping && (kept[part] >> at_part & 1) == 0) grad[e] = to_add;
-        }
-        float x[2] = {weight.x * grad[0], weight.y * grad[1]};
+        const float* of_weights = &product[part * (kPart / 2) + 2 * i];
+        float grad[2] = {fmaf(of_weights[0], factor, offset[i % 2]), fmaf(of_weights[1], factor, offset[i % 2])};
+        if (dropping && weight.x < 0.0f) grad[0] = offset[i % 2];
+        if (dropping && weight.y < 0.0f) grad[1] = offset[i % 2];
+        float x[2] = {fabsf(weight.x) * grad[0], fabsf(weight.y) * grad[1]};
         if constexpr (!kPlain) {  // whatever a key that is not seen holds
           if (weight.x == 0.0f) x[0] = 0.0f;
           if (weight.y == 0.0f) x[1] = 0.0f;

@@ -5,8 +5,8 @@
 #include "attention/sm90/rows/bias.cuh"
 #include "attention/sm90/rows/tile.cuh"
 #include "attention/softmax/online_softmax.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
-#include "device/common/random.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/warpgroup.cuh"
 #include "device/sm90/wgmma.cuh"
@@ -256,19 +256,14 @@ class RowsConsumer {
   // A result of wgmma and an operand of it in registers lie alike.
   __device__ __forceinline__ void pack_weights(int block) {
     if constexpr (kKind == kGeneral) {
-      if (p_.dropout.seed != nullptr) drop_weights(block);
+      if (p_.dropout.seed != nullptr) {
+        visit_kept_of_tile<kScores>(p_.dropout, *work_, row_, block * Tile::kN, [&](int i, bool kept) {
+          if (!kept) scores_[i] = 0.0f;
+        });
+      }
     }
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = pack_pair<T>(scores_[2 * i], scores_[2 * i + 1]);
-  }
-
-  __device__ __forceinline__ void drop_weights(int block) {
-    const int64_t seed = *p_.dropout.seed;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row_ + 8 * half;
-      drop_fragment(scores_, half, p_.dropout, seed, work_->head_of(row), work_->query_of(row), block * (Tile::kN / 4));
-    }
   }
 
   // What a piece of the keys has summed, for combine_pieces.

@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "attention/sm90/rows_backward/column_tile.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
-#include "device/common/random.cuh"
 #include "device/sm90/warpgroup.cuh"
 
 namespace attention_ext {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void mask_columns(float (&x)[kScores], const Stored* 
   }
 }
 
-// column_weights under a mask, or without one: the difference of score and log-sum-exp first. marked: StageMark.
+// column_weights under a mask: the difference of score and log-sum-exp first. marked: StageMark.
 template <class Tile, int kScores>
 __device__ __forceinline__ void column_weights_general(float (&scores)[kScores], const RowsBackwardParams& p,
                                                        const QueryRecord* records, const typename Tile::Work& work,
@@ -95,48 +95,29 @@ __device__ __forceinline__ void column_weights_general(float (&scores)[kScores],
   }
 }
 
-// Which of a thread's elements dropout keeps, a bit each: all until it is drawn.
-template <int kScores>
-struct ColumnKept {
-  static constexpr int kWords = (kScores + 31) / 32;
-  uint32_t word[kWords];
+// The one of these that a block needs. careful: column_careful, which is true under a mask.
+template <class Tile, int kScores>
+__device__ __forceinline__ void make_column_weights(float (&scores)[kScores], const RowsBackwardParams& p,
+                                                    const QueryRecord* records, const typename Tile::Work& work, int first_row,
+                                                    bool careful, int marked) {
+  if (Tile::kGeneral && p.mask_type != MaskType::kNone) {
+    column_weights_general<Tile>(scores, p, records, work, first_row, marked);
+  } else if (careful) {
+    column_weights<Tile, true>(scores, p, records, work, first_row);
+  } else {
+    column_weights<Tile, false>(scores, p, records, work, first_row);
+  }
+}
 
-  __device__ __forceinline__ ColumnKept() {
-#pragma unroll
-    for (int part = 0; part < kWords; ++part) word[part] = ~0u;
-  }
-
-  // Four adjacent keys of a query are drawn at once, and four lanes have one of them each, of four pairs of a query and such keys:
-  // each lane draws for one pair. n: the query's head; query: the thread's first one; warp_key: a multiple of 16. All lanes.
-  __device__ __forceinline__ void draw(const Dropout& dropout, uint32_t n, int query, int warp_key) {
-    const int64_t seed = *dropout.seed;
-    const int lane = threadIdx.x % 32, own = lane / 4 % 4;
-    const int quad = warp_key / 4 + own / 2 * 2 + lane / 16;
-#pragma unroll
-    for (int part = 0; part < kWords; ++part) {
-      uint32_t drawn = 0;
-#pragma unroll 2
-      for (int i = 0; i < (kScores - part * 32 < 32 ? (kScores - part * 32) / 4 : 8); ++i) {
-        drawn |= kept_of_quad(dropout, seed, n, query + 8 * (part * 8 + i) + own % 2, quad) << 4 * i;
-      }
-      word[part] = 0;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const uint32_t theirs = __shfl_sync(0xffffffffu, drawn, (lane & ~12) | 4 * e);
-        word[part] |= (theirs >> own & 0x11111111u) << e;
-      }
-    }
-  }
-  __device__ __forceinline__ void apply(float (&x)[kScores]) const {
-#pragma unroll
-    for (int part = 0; part < kWords; ++part) {
-      if (word[part] == ~0u) continue;
-#pragma unroll
-      for (int i = part * 32; i < kScores && i < part * 32 + 32; ++i) {
-        if ((word[part] >> i % 32 & 1) == 0) x[i] = 0.0f;
-      }
-    }
-  }
-};
+// Gives the weights that dropout drops the sign, by which column_score_grads and pack know them. first_row: as above.
+template <class Tile, int kScores>
+__device__ __forceinline__ void mark_dropped_columns(float (&weights)[kScores], const RowsBackwardParams& p,
+                                                     const QueryRecord* records, const typename Tile::Work& work,
+                                                     int first_row) {
+  const int warp_key = work.key + first_row + static_cast<int>(threadIdx.x / 32 % 4) * 16;
+  visit_kept_columns<kScores>(p.dropout, records[0].n, records[0].query, warp_key, [&](int i, bool kept) {
+    if (!kept) weights[i] = -weights[i];
+  });
+}
 
 }  // namespace attention_ext

@@ -279,44 +279,34 @@ class ColumnConsumer {
       multiply_values(slot, s_rows);
       if constexpr (!kFirst) add_grads();
       turns_.pass();
-      if constexpr (!Tile::kGeneral) careful = column_careful<Tile>(p_, records, *work_, consumer_ * 64);
+      careful = column_careful<Tile>(p_, records, *work_, consumer_ * 64);
       wgmma_wait<kFirst ? 1 : 3>();
       pin_registers(scores_);
     } else {
       if constexpr (!kFirst) add_grads();
       multiply_keys(slot, s_rows);
       turns_.pass();
-      if constexpr (!Tile::kGeneral) careful = column_careful<Tile>(p_, records, *work_, consumer_ * 64);
+      careful = column_careful<Tile>(p_, records, *work_, consumer_ * 64);
       wgmma_wait<0>();  // of all three, as dP takes the registers of their operands
       pin_registers(scores_);
       if constexpr (!kFirst) end_grads();
       wgmma_fence();
       multiply_values(slot, s_rows);
     }
-    ColumnKept<kScores> kept;
     float factor = Exponents<T>::kUnscale;
+    make_column_weights<Tile>(scores_, p_, records, *work_, consumer_ * 64, careful, Tile::kGeneral ? shared_.marked[slot] : 0);
     if constexpr (Tile::kGeneral) {
-      column_weights_general<Tile>(scores_, p_, records, *work_, consumer_ * 64, shared_.marked[slot]);
-      if (p_.dropout.seed != nullptr) {
-        kept.draw(p_.dropout, records[0].n, records[0].query + static_cast<int>(threadIdx.x % 4) * 2,
-                  work_->key + consumer_ * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16);
-      }
+      if (p_.dropout.seed != nullptr) mark_dropped_columns<Tile>(scores_, p_, records, *work_, consumer_ * 64);
       factor *= p_.keep_factor;
-    } else if (careful) {
-      column_weights<Tile, true>(scores_, p_, records, *work_, consumer_ * 64);
-    } else {
-      column_weights<Tile, false>(scores_, p_, records, *work_, consumer_ * 64);
     }
     wgmma_wait<Tile::kAhead && !kFirst ? 2 : 0>();
     pin_registers(weight_grads_);
-    if constexpr (Tile::kGeneral) kept.apply(weight_grads_);
-    column_score_grads(weight_grads_, scores_, records, Tile::kGeneral || careful, factor);
-    if constexpr (Tile::kGeneral) kept.apply(scores_);
+    column_score_grads(weight_grads_, scores_, records, careful, Tile::kGeneral && p_.dropout.seed != nullptr, factor);
     if constexpr (Tile::kAhead && !kFirst) {
       wgmma_wait<0>();
       end_grads();
     }
-    pack<T>(weights_, scores_);
+    pack<T, Tile::kGeneral>(weights_, scores_);
     pack<T>(score_grads_, weight_grads_);
     stage_.advance();
   }

@@ -86,7 +86,7 @@ class ColumnRole {
         shared_address(kOfKeys ? shared_.grad_out[slot][0] : shared_.query[slot][0]));
     if constexpr (kOfKeys) wait(true, stage_);  // records come with queries
     const QueryRecord* records = shared_.records[slot];
-    const bool careful = !Tile::kGeneral && column_careful<Tile>(p_, records, *work_, 0);
+    const bool careful = column_careful<Tile>(p_, records, *work_, 0);
     if constexpr (!kFirst) {
       wgmma_wait<1>();
       pin_sums();
@@ -94,29 +94,19 @@ class ColumnRole {
     }
     wgmma_wait<0>();
     pin_registers(scores_);
-    ColumnKept<kScores> kept;
-    if (Tile::kGeneral && p_.dropout.seed != nullptr) {
-      kept.draw(p_.dropout, records[0].n, records[0].query + static_cast<int>(threadIdx.x % 4) * 2,
-                work_->key + static_cast<int>(threadIdx.x / 32 % 4) * 16);
-    }
     if constexpr (kOfKeys) {
-      if constexpr (Tile::kGeneral) kept.apply(scores_);
       float weights[kScores];
       take_weights(weights);
-      column_score_grads(scores_, weights, records, Tile::kGeneral || careful,
+      column_score_grads(scores_, weights, records, careful, Tile::kGeneral && p_.dropout.seed != nullptr,
                          Tile::kGeneral ? Exponents<T>::kUnscale * p_.keep_factor : Exponents<T>::kUnscale);
     } else {
+      make_column_weights<Tile>(scores_, p_, records, *work_, 0, careful, Tile::kGeneral ? shared_.marked[slot] : 0);
       if constexpr (Tile::kGeneral) {
-        column_weights_general<Tile>(scores_, p_, records, *work_, 0, shared_.marked[slot]);
-      } else if (careful) {
-        column_weights<Tile, true>(scores_, p_, records, *work_, 0);
-      } else {
-        column_weights<Tile, false>(scores_, p_, records, *work_, 0);
+        if (p_.dropout.seed != nullptr) mark_dropped_columns<Tile>(scores_, p_, records, *work_, 0);
       }
       pass_weights();
-      if constexpr (Tile::kGeneral) kept.apply(scores_);
     }
-    pack<T>(operand_, scores_);
+    pack<T, Tile::kGeneral && !kOfKeys>(operand_, scores_);
     before_ = stage_;
     stage_.advance();
     round_ ^= 1;

@@ -115,17 +115,23 @@ __device__ __forceinline__ void column_weights(float (&scores)[kScores], const R
   }
 }
 
-// grads: dP -> dS. factor: of dP.
+// grads: dP -> dS. factor: of dP. dropping: a weight's sign says that dropout drops it.
 template <int kScores>
 __device__ __forceinline__ void column_score_grads(float (&grads)[kScores], const float (&weights)[kScores],
-                                                   const QueryRecord* records, bool careful, float factor) {
+                                                   const QueryRecord* records, bool careful, bool dropping, float factor) {
+  if (dropping) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      if (weights[i] < 0.0f) grads[i] = 0.0f;
+    }
+  }
 #pragma unroll
   for (int i = 0; i < kScores / 4; ++i) {
     const float2 delta = query_pair(records, &QueryRecord::delta, i);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& grad = grads[4 * i + e];
-      grad = weights[4 * i + e] * fmaf(grad, factor, e % 2 == 0 ? delta.x : delta.y);
+      grad = fabsf(weights[4 * i + e]) * fmaf(grad, factor, e % 2 == 0 ? delta.x : delta.y);
     }
   }
   if (careful) {

@@ -47,7 +47,7 @@ template <int kClass, bool kGeneral>
 cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& marks, cudaStream_t stream) {
   params.scale_factor = static_cast<float>(params.scale);
   params.unit = params.scale_factor * kLog2E;
-  params.differences = kGeneral || !scales_exponents(params.scale_factor);
+  params.differences = params.mask_type != MaskType::kNone || !scales_exponents(params.scale_factor);
   params.keep_factor = static_cast<float>(kept_factor(params.dropout));
   const cudaError_t written = launch_query_records(params, stream);
   if (written != cudaSuccess) return written;

@@ -7,6 +7,7 @@
 #include "core/dispatch.h"
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
+#include "device/sm80/positive_pair.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/wgmma.cuh"
 #include "gemm/sm90/strip.cuh"
@@ -111,12 +112,14 @@ __device__ __forceinline__ void add_product(float (&sums)[kParts][kCount], const
   wgmma_commit();
 }
 
-// A result of wgmma and an operand of it in registers lie alike.
-template <class T, int kSlices, int kCount>
+// A result of wgmma and an operand of it in registers lie alike. kPositive: negative ones as 0.
+template <class T, bool kPositive = false, int kSlices, int kCount>
 __device__ __forceinline__ void pack(uint32_t (&a)[kSlices][4], const float (&d)[kCount]) {
   static_assert(kCount == 8 * kSlices);
 #pragma unroll
-  for (int i = 0; i < kCount / 2; ++i) a[i / 4][i % 4] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
+  for (int i = 0; i < kCount / 2; ++i) {
+    a[i / 4][i % 4] = kPositive ? pack_positive_pair<T>(d[2 * i], d[2 * i + 1]) : pack_pair<T>(d[2 * i], d[2 * i + 1]);
+  }
 }
 
 // Writes a warp's 16 rows of a gradient, of which `rows` exist, times `factor`; from row `seen` on 0. first: the place of the first

@@ -12,9 +12,9 @@
 #pragma once
 
 #include "attention/sm90/rows_backward/row_producer.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "attention/visibility/score_modifier.cuh"
-#include "device/common/random.cuh"
 #include "gemm/sm90/clear_rows.cuh"
 
 namespace attention_ext {
@@ -140,8 +140,7 @@ class RowGradConsumer {
     const int key = slot_.slot;
     // A warpgroup's first query sees the fewest keys.
     const QueryRecord* own = &shared_.records[place_][consumer_ * 64 / QueryRecord::kQueries];
-    const bool careful =
-        Tile::kGeneral || (own[0].careful | own[1].careful) != 0 || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
+    const bool careful = (own[0].careful | own[1].careful) != 0 || (block + 1) * Tile::kN > end_of_row(consumer_ * 64);
     if constexpr (!kAdds) wait(slot_);
     turns_.take();
     wgmma_fence();
@@ -171,7 +170,7 @@ class RowGradConsumer {
     }
     wgmma_wait<1 + kUnderWay>();
     pin_registers(scores_);
-    if constexpr (Tile::kGeneral) {
+    if (Tile::kGeneral && p_.mask_type != MaskType::kNone) {
       make_weights_general(block);
     } else if (careful) {
       make_weights<true>(block);
@@ -253,11 +252,9 @@ class RowGradConsumer {
 
   // weight_grads_: dP, 0 where dropout has dropped P.
   __device__ __forceinline__ void drop(int block) {
-    const int64_t seed = *p_.dropout.seed;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      drop_fragment(weight_grads_, half, p_.dropout, seed, work_->n, work_->row + row_ + 8 * half, block * (Tile::kN / 4));
-    }
+    visit_kept<kScores>(p_.dropout, work_->n, work_->row + row_, block * Tile::kN, [&](int i, bool kept) {
+      if (!kept) weight_grads_[i] = 0.0f;
+    });
   }
 
   const RowsBackwardParams& p_;

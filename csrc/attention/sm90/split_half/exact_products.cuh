@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "attention/sm90/split_half/split_half.h"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
 #include "device/common/batch.cuh"
-#include "device/common/random.cuh"
 
 namespace attention_ext {
 
@@ -65,8 +65,7 @@ struct ExactHead {
     return x[0];
   }
   __device__ __forceinline__ bool keeps(int row, int key) const {
-    return call.dropout.seed == nullptr ||
-           (kept_of_quad(call.dropout, *call.dropout.seed, n, row, key / 4) >> key % 4 & 1) != 0;
+    return call.dropout.seed == nullptr || attention_ext::keeps(call.dropout, *call.dropout.seed, n, row, key);
   }
   __device__ __forceinline__ float keep_scale() const {
     return call.dropout.seed == nullptr ? 1.0f : static_cast<float>(call.dropout.keep_scale);

@@ -12,6 +12,7 @@
 #include "attention/sm90/split_half/backward.h"
 #include "attention/sm90/split_half/segment_weights.cuh"
 #include "attention/sm90/split_half/terms_map.h"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_place.cuh"
 #include "device/common/batch.cuh"
 #include "gemm/sm90/steps.cuh"
@@ -100,10 +101,10 @@ struct ScorePairs {
           if (row + 8 * half < at.rows) deltas[half] = row_values(at, row + 8 * half).delta;
         }
       }
-      const uint64_t kept = kept_of(at, row);
-      make_grads(fetched, kept, grads);
+      make_grads(fetched, grads);
+      if (p.grads.dropout.seed != nullptr) drop(at, row, weights, grads);
       if constexpr (kTerms) {
-        make_score_grads(deltas, kept, weights, grads);
+        make_score_grads(deltas, weights, grads);
         store_terms(at, row, weights, grads, s_strip, shared.largest[turn]);
         turn ^= 1;
       } else {
@@ -176,35 +177,21 @@ struct ScorePairs {
     if (!kTerms && too_large) p.weights.marks[at.n] = 1;
   }
 
-  // Products to the gradients of the weights that dropout keeps.
-  __device__ __forceinline__ void make_grads(const Fetched& fetched, uint64_t kept, float (&grads)[PairsTile::kN / 2]) const {
+  // Products to the gradients of the weights.
+  __device__ __forceinline__ void make_grads(const Fetched& fetched, float (&grads)[PairsTile::kN / 2]) const {
     const float factor = static_cast<float>(p.grads.factor);
 #pragma unroll
     for (int i = 0; i < PairsTile::kN / 2; ++i) {
       grads[i] = times_power_of_two(grads[i] * factor, fetched.grad_out + fetched.values[i / kOfSegment]);
     }
-#pragma unroll
-    for (int i = 0; i < PairsTile::kN / 2; ++i) grads[i] = (kept >> i & 1) != 0 ? grads[i] : 0.0f;
   }
-  // What drop_fragment keeps, bit i for x[i], of a thread's two rows, `row` and `row` + 8, and 128 keys: short code, two registers.
-  static __device__ __forceinline__ uint64_t kept_of_fragment(const Dropout& dropout, int64_t seed, int64_t n, int row,
-                                                              int first_quad) {
-    const bool odd = threadIdx.x % 2 != 0;
-    uint64_t kept = 0;
-#pragma unroll 1
-    for (int i = 0; i < 64; i += i % 8 == 0 ? 2 : 6) {
-      const int quad = first_quad + i / 4 * 2 + threadIdx.x % 4 / 2 + (odd ? 2 : 0);
-      const uint32_t keep = kept_of_quad(dropout, seed, n, row + i % 8 * 4, quad);
-      const uint32_t theirs = __shfl_xor_sync(0xffffffffu, odd ? keep : keep >> 2, 1);
-      const uint32_t first = odd ? theirs : keep, second = odd ? keep >> 2 : theirs;
-      kept |= static_cast<uint64_t>((first & 3) | (second & 3) << 4) << i;
-    }
-    return kept;
-  }
-  // Which weights dropout keeps.
-  __device__ __forceinline__ uint64_t kept_of(const ScorePlace& at, int row) const {
-    const Dropout& dropout = p.grads.dropout;
-    return dropout.seed == nullptr ? ~0ull : kept_of_fragment(dropout, *dropout.seed, at.n, at.row + row, at.col / 4);
+  // Gradients of the weights that dropout drops to 0; the probabilities among the weights get the sign until they are dropped.
+  __device__ __forceinline__ void drop(const ScorePlace& at, int row, float (&weights)[PairsTile::kN / 2],
+                                       float (&grads)[PairsTile::kN / 2]) const {
+    visit_kept<PairsTile::kN / 2>(p.grads.dropout, at.n, at.row + row, at.col, [&](int i, bool kept) {
+      if (!kept) grads[i] = 0.0f;
+      if (kTerms && !kept) weights[i] = -weights[i];
+    });
   }
 
   // Of each row and segment: reference, sum, what it adds to delta. A row that sees one key has the very gradient for delta.
@@ -265,13 +252,12 @@ struct ScorePairs {
     }
   }
   // Gradients of the weights to dS, P to what dropout keeps of it.
-  static __device__ __forceinline__ void make_score_grads(const float (&deltas)[2], uint64_t kept,
-                                                          float (&weights)[PairsTile::kN / 2],
+  static __device__ __forceinline__ void make_score_grads(const float (&deltas)[2], float (&weights)[PairsTile::kN / 2],
                                                           float (&grads)[PairsTile::kN / 2]) {
 #pragma unroll
     for (int i = 0; i < PairsTile::kN / 2; ++i) {
-      grads[i] = weights[i] == 0.0f ? 0.0f : weights[i] * (grads[i] - deltas[i / 2 % 2]);
-      if ((kept >> i & 1) == 0) weights[i] = 0.0f;
+      grads[i] = weights[i] == 0.0f ? 0.0f : fabsf(weights[i]) * (grads[i] - deltas[i / 2 % 2]);
+      if (weights[i] < 0.0f) weights[i] = 0.0f;
     }
   }
   // a / b, given 1 / b: rounded as a division's is, so that a row's only weight over its sum is 1.

@@ -9,10 +9,10 @@
 // Grid: 256 threads. Shared memory: 64 bytes.
 #include "attention/sm90/split_half/backward.h"
 #include "attention/sm90/split_half/segment_weights.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "core/launch.cuh"
 #include "device/common/math.cuh"
-#include "device/common/random.cuh"
 #include "device/common/types.cuh"
 #include "gemm/split_half/epilogue.cuh"
 #include "gemm/split_half/terms.cuh"

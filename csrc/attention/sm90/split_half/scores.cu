@@ -8,6 +8,7 @@
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: SplitHalfWgmmaTile::Shared. Registers: 232 a consumer thread.
 #include "attention/sm90/split_half/segment_weights.cuh"
 #include "attention/sm90/split_half/terms_map.h"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_place.cuh"
 #include "core/arithmetic.h"
 #include "gemm/sm90/mainloop.cuh"
@@ -124,11 +125,9 @@ struct SplitHalfScores {
         x[i] = times_power_of_two(product[segment * (kSegment / 2) + i] * factor, exponent);
       }
       if (p.dropout.seed != nullptr) {
-        const int64_t seed = *p.dropout.seed;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          drop_fragment(x, half, p.dropout, seed, at.n, at.row + row + 8 * half, (at.col + segment * kSegment) / 4);
-        }
+        visit_kept<kSegment / 2>(p.dropout, at.n, at.row + row, at.col + segment * kSegment, [&](int i, bool kept) {
+          if (!kept) x[i] = 0.0f;
+        });
       }
       store_floats(at, row, segment, x);
       largest = max(largest, store_deltas(at, row, segment, x));

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "attention/sm90/split_half/split_half.h"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
 #include "device/common/math.cuh"
-#include "device/common/random.cuh"
 
 namespace attention_ext {
 
@@ -93,9 +93,9 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
     segment[half] = {reference, sum};
   }
   if (p.dropout.seed != nullptr) {
-    const int64_t seed = *p.dropout.seed;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) drop_fragment(x, half, p.dropout, seed, at.n, at.row + 8 * half, at.key / 4);
+    visit_kept<kSegment / 2>(p.dropout, at.n, at.row, at.key, [&](int i, bool kept) {
+      if (!kept) x[i] = 0.0f;
+    });
   }
   return too_large;
 }
