@@ -52,8 +52,9 @@ cudaError_t make_tensor_map(CUtensorMap& map, DataType type, const BatchDims& ba
   const uint64_t element = static_cast<uint64_t>(element_bytes(type));
   // A dim that is never stepped along still needs a stride that TMA accepts.
   const uint64_t unused_stride = (static_cast<uint64_t>(cols) * element + 15) / 16 * 16;
-  cuuint64_t sizes[kRank] = {static_cast<uint64_t>(cols), static_cast<uint64_t>(rows), 1, 1, 1};
-  cuuint64_t strides[kRank - 1] = {rows > 1 ? static_cast<uint64_t>(view.row_stride) * element : unused_stride, unused_stride,
+  const bool apart = rows > 1 && view.row_stride > 0;
+  cuuint64_t sizes[kRank] = {static_cast<uint64_t>(cols), apart ? static_cast<uint64_t>(rows) : 1, 1, 1, 1};
+  cuuint64_t strides[kRank - 1] = {apart ? static_cast<uint64_t>(view.row_stride) * element : unused_stride, unused_stride,
                                    unused_stride, unused_stride};
   for (int dim = kMatrixDims; dim < kRank; ++dim) {
     const int batch_dim = batch.count - 1 - (dim - kMatrixDims);
@@ -71,14 +72,13 @@ cudaError_t make_group_map(CUtensorMap& map, DataType type, const BatchDims& bat
   if (group == 1) return make_tensor_map(map, type, batch, view, rows, cols, tile_rows);
   const uint64_t element = static_cast<uint64_t>(element_bytes(type)), unused_stride = (cols * element + 15) / 16 * 16;
   const auto bytes = [&](int64_t stride) { return stride > 0 ? static_cast<uint64_t>(stride) * element : unused_stride; };
+  const auto entries = [&](int64_t size, int64_t stride) { return stride > 0 ? static_cast<uint64_t>(size) : 1; };
   const int heads = batch.count - 1;  // the dim
-  const bool leading = batch.count > 1 && view.batch_stride[0] > 0;
-  const cuuint64_t sizes[kRank] = {static_cast<uint64_t>(cols), static_cast<uint64_t>(group), static_cast<uint64_t>(rows),
-                                   static_cast<uint64_t>(batch.size[heads] / group),
-                                   leading ? static_cast<uint64_t>(batch.size[0]) : 1};
-  const cuuint64_t strides[kRank - 1] = {bytes(view.batch_stride[heads]), bytes(view.row_stride),
-                                         bytes(group * view.batch_stride[heads]),
-                                         leading ? bytes(view.batch_stride[0]) : unused_stride};
+  const int64_t head_stride = view.batch_stride[heads], leading_stride = batch.count > 1 ? view.batch_stride[0] : 0;
+  const cuuint64_t sizes[kRank] = {static_cast<uint64_t>(cols), entries(group, head_stride), entries(rows, view.row_stride),
+                                   entries(batch.size[heads] / group, head_stride), entries(batch.size[0], leading_stride)};
+  const cuuint64_t strides[kRank - 1] = {bytes(head_stride), bytes(view.row_stride), bytes(group * head_stride),
+                                         bytes(leading_stride)};
   const cuuint32_t box[kRank] = {64, static_cast<cuuint32_t>(group), static_cast<cuuint32_t>(tile_rows / group), 1, 1};
   return encode(map, type, view.data, sizes, strides, box);
 }

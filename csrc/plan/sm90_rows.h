@@ -20,18 +20,20 @@ struct RowsTileShape {
   int stages;       // of keys and of values
   bool turns;       // whether warpgroups take turns at issuing products: where these are short
   bool own_strips;  // whether results go out through a place of their own, and not the query's: where there is room
+  int bias_blocks;  // of a bias for 128 rows, that wait in shared memory in place of the strips; 0: it waits in registers
   int block_ns;     // that a block of keys takes, with 64 or 128 rows; measured
 };
 
-// Shared memory: query 128 bytes a row and step, a stage 128 bytes a key and step, a strip 2 KB a warp, within 227 KB.
+// Shared memory: query 128 bytes a row and step, a stage 128 bytes a key and step, a strip 2 KB a warp or a block of a bias 32 KB,
+// within 227 KB.
 // Class 160: E up to 192 and Ev up to 128.
 constexpr RowsTileShape rows_tile_shape(int head_dim_class) {
   switch (head_dim_class) {
-    case 64: return {1, 1, 128, 2, 4, true, true, 1350};    // at most 2 x 24 + 4 x 32 + 24 KB
-    case 128: return {2, 2, 128, 2, 2, true, true, 1600};   // 2 x 32 + 2 x 64 + 16 KB
-    case 160: return {3, 2, 128, 1, 2, true, true, 1850};   // 48 + 2 x 80 + 16 KB
-    case 192: return {3, 3, 112, 1, 2, true, false, 1970};  // 48 + 2 x 84 KB
-    default: return {4, 4, 80, 1, 2, false, false, 1820};   // 64 + 2 x 80 KB
+    case 64: return {1, 1, 128, 2, 4, true, true, 2, 1350};    // 2 x 24 + 4 x 32 + 24 KB, or 2 x 16 + 4 x 32 + 2 x 32 KB
+    case 128: return {2, 2, 128, 2, 2, true, true, 1, 1600};   // 2 x 32 + 2 x 64 + 32 KB
+    case 160: return {3, 2, 128, 1, 2, true, true, 0, 1850};   // 48 + 2 x 80 + 16 KB
+    case 192: return {3, 3, 112, 1, 2, true, false, 0, 1970};  // 48 + 2 x 84 KB
+    default: return {4, 4, 80, 1, 2, false, false, 0, 1820};   // 64 + 2 x 80 KB
   }
 }
 

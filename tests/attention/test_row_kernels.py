@@ -58,7 +58,7 @@ def test_masks(dims: tuple[int, int], kind: str, heads: tuple[int, int], poison_
 @pytest.mark.parametrize("S", [8, 128, 1000])
 @pytest.mark.parametrize("dims", WIDEST, ids=str)
 def test_bias_in_any_layout(dims: tuple[int, int], S: int, heads: tuple[int, int], poison_all: None) -> None:
-    """Rows on 16-byte boundaries are read a block ahead, others by elements, from the same numbers to the same bits."""
+    """Rows on 16-byte boundaries are read ahead, others by elements, from the same numbers to the same bits."""
     L, (H, _) = 300, heads
     for dtype in HALVES:
         lengths = torch.tensor((S, S - 3), dtype=torch.int32, device="cuda")
@@ -77,6 +77,19 @@ def test_bias_in_any_layout(dims: tuple[int, int], S: int, heads: tuple[int, int
         for name, layout in layouts.items():
             other = forward(q, k, v, layout, key_lengths=lengths)
             assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), name
+
+
+@pytest.mark.parametrize("group", [2, 5, 65, 128])
+@pytest.mark.parametrize("dims", WIDEST, ids=str)
+def test_bias_of_groups(dims: tuple[int, int], group: int, poison_all: None) -> None:
+    """Query heads of a tile have rows of the bias of their own, or share them, and so do queries."""
+    H, L, S = 2 * group, 37, 264
+    for number, shape in enumerate([(H, L, S), (L, S), (H, 1, S), (2, H, 1, S), (2, 1, L, S), (1, S)]):
+
+        def inputs(shape: tuple[int, ...] = shape, dtype: torch.dtype = HALVES[number % 2]) -> tuple[Tensor, ...]:
+            return *draw(2, (H, 2), L, S, dims, dtype), normal(*shape, dtype=dtype)
+
+        check(f"{shape}", inputs)
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "mask", "bias", "grouped, causal"])

@@ -23,6 +23,13 @@ __device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map,
       : "memory");
 }
 
+// Asks for the box to be in L2. One thread.
+__device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, const TensorPosition& box) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];\n" ::"l"(map), "r"(box.at[0]),
+               "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4])
+               : "memory");
+}
+
 // Sets the batch coordinates of a map that core/tensor_map.h made of a view (batch dims..., rows, cols): matrix n.
 __device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& batch, const MatrixView& view, uint32_t n) {
 #pragma unroll

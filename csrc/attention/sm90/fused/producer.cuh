@@ -111,7 +111,7 @@ __device__ __forceinline__ void load_queries(const ForwardParams& p, const Group
   for (uint32_t tile = blockIdx.x; tile < order.tiles; tile += gridDim.x) {
     work.template init<Tile, kGeneral>(p, order, tile);
     TensorPosition box;
-    set_queries(box, p, work);
+    set_rows(box, p, p.query, work);
     mbarrier_wait(shared_address(&shared.query_empty), parity ^ 1);
     parity ^= 1;
     mbarrier_arrive_expect_bytes(full, steps * fused_tile_rows(work.group) * Tile::kStep * sizeof(T));

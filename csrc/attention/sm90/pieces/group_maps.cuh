@@ -20,16 +20,24 @@ inline cudaError_t make_group_maps(GroupMaps& maps, const ForwardParams& p, int 
   return status;
 }
 
-// Sets the box of a tile's queries, but for its column.
+// The same of a mask of the query's type: a box has those of the queries and heads that have rows of the mask of their own.
+inline cudaError_t make_bias_map(CUtensorMap& map, const ForwardParams& p, int rows) {
+  return make_group_map(map, p.type, p.batch, p.mask, p.key.group, p.L, p.S, rows);
+}
+
+// Sets the box of a tile's rows of a view of queries, or of the mask, but for its column.
 template <class Work>
-__device__ __forceinline__ void set_queries(TensorPosition& box, const ForwardParams& p, const Work& work) {
+__device__ __forceinline__ void set_rows(TensorPosition& box, const ForwardParams& p, const MatrixView& view,
+                                         const Work& work) {
+  const int first = view.row_stride == 0 ? 0 : work.query_of(0);
   if (work.group == 1) {
-    box.at[1] = work.first_row;
-    set_batch(box, p.batch, p.query, work.n_group);
+    box.at[1] = first;
+    set_batch(box, p.batch, view, work.n_group);
   } else {  // (leading dim, key head, query, head of the group, column)
-    const int key_heads = static_cast<int>(p.batch.size[p.batch.count - 1]) / work.group;
-    box = {{0, 0, work.query_of(0), static_cast<int>(work.n_group) % key_heads, static_cast<int>(work.n_group) / key_heads}};
-    if (p.batch.count == 1 || p.query.batch_stride[0] == 0) box.at[4] = 0;
+    const int heads = p.batch.count - 1, key_heads = static_cast<int>(p.batch.size[heads]) / work.group;
+    box = {{0, 0, first, static_cast<int>(work.n_group) % key_heads, static_cast<int>(work.n_group) / key_heads}};
+    if (view.batch_stride[heads] == 0) box.at[3] = 0;
+    if (p.batch.count == 1 || view.batch_stride[0] == 0) box.at[4] = 0;
   }
 }
 

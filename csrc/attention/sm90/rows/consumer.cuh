@@ -29,7 +29,6 @@ class RowsConsumer {
 
   __device__ __forceinline__ void run(const RowsOrder& order) {
     if (Tile::kTurns && consumer_ == Tile::kConsumers - 1) pass_turn();  // warpgroup 0 has the first
-    mask_from_memory_ = order.mask_from_memory;
     RowsPlaces places(order.tiles);
 #pragma unroll 1
     while (places.next()) {
@@ -54,7 +53,7 @@ class RowsConsumer {
           while (block_ >= first) step<false>();
         }
       }
-      if constexpr (!Tile::kQueryStrips) release_query();
+      if constexpr (!kQueryStrips) release_query();
       if (any) {
         if constexpr (!Tile::kTurns) rescale();
         add_values();
@@ -67,7 +66,7 @@ class RowsConsumer {
       } else {
         finish();
       }
-      if constexpr (Tile::kQueryStrips) {
+      if constexpr (kQueryStrips) {
         fence_async_proxy();
         __syncwarp();  // the warp's results have left the query's place
         release_query();
@@ -81,11 +80,13 @@ class RowsConsumer {
   static constexpr int kPartSteps = Tile::kValueSteps % 2 == 1 ? 1 : 2,
                        kParts = Tile::kValueSteps / kPartSteps;  // of O, by instruction
   static constexpr int kTurnThreads = 256;
+  static constexpr bool kQueryStrips = Tile::query_strips(kKind), kBiasRing = Tile::bias_ring(kKind);
 
   __device__ __forceinline__ void take_turn() const { barrier_sync(kBarrierTurn + consumer_, kTurnThreads); }
   __device__ __forceinline__ void pass_turn() const {
     barrier_arrive(kBarrierTurn + (consumer_ + 1 == Tile::kConsumers ? 0 : consumer_ + 1), kTurnThreads);
   }
+  __device__ __forceinline__ int warp_row() const { return row_ - threadIdx.x % 32 / 4; }  // the warp's first
   __device__ __forceinline__ int end_of_row(int row) const { return work_->end_of_row(p_.sequence, consumer_ * 64 + row); }
 
   __device__ __forceinline__ void wait(const uint64_t* full, const RingPlace<Tile::kStages>& place) const {
@@ -113,16 +114,17 @@ class RowsConsumer {
     for (int half = 0; half < 2; ++half) {
       rows_[half] = no_reference();
       sum_[half] = 0.0f;
-      if constexpr (kKind != kPlain) {
+      if constexpr (kKind != kPlain && !kBiasRing) {
         // All four lanes of a row: a condition would take a register for the tile.
         shared_.mask_row[row_ + 8 * half] = work_->offset_of_row(p_.batch, p_.mask, work_->mask, row_ + 8 * half);
       }
     }
-    if constexpr (kKind != kPlain) __syncwarp();  // the warp's rows of the mask are written
+    if constexpr (kKind != kPlain && !kBiasRing) __syncwarp();  // the warp's rows of the mask are written
+    if constexpr (kKind == kBias) bias_.begin_tile(p_, shared_, *work_, warp_row());
   }
 
-  // block_ -> the block that the next stage of keys holds; -1 after the tile's last one, but plain. Its bias sets out at once, to
-  // come while the values of the block before it and its scores are multiplied.
+  // block_ -> the block that the next stage of keys holds; -1 after the tile's last one, but plain. A bias that waits in registers
+  // sets out at once, to come while the values of the block before it and its scores are multiplied.
   __device__ __forceinline__ void find_block() {
     if constexpr (kKind == kPlain) {
       --block_;
@@ -134,19 +136,8 @@ class RowsConsumer {
       if (block < 0) release(shared_.key_empty, key_place_);
       unmasked_ = block & 1;
       block_ = block >> 1;
-      if constexpr (kKind == kBias) read_bias();
+      if constexpr (kKind == kBias) bias_.request(p_, shared_, warp_row(), block_);
     }
-  }
-
-  __device__ __forceinline__ uint32_t own_strip() const {
-    return shared_address(shared_.strip[Tile::kOwnStrips ? threadIdx.x / 32 : 0]);
-  }
-  __device__ __forceinline__ void read_bias() {
-    if (Tile::kBiasStrips && block_ < 0) return;  // results leave through the strips next
-    const int first = max(block_, 0) * Tile::kN, warp_row = row_ - threadIdx.x % 32 / 4;
-    const auto offset = [&](int row) { return shared_.mask_row[warp_row + row]; };
-    bias_.read(own_strip(), static_cast<const T*>(p_.mask.data) + first, offset, first, static_cast<int>(p_.S) - first,
-               mask_from_memory_);
   }
 
   // scores_ = Q K^T of the keys next in the ring, begun.
@@ -183,6 +174,7 @@ class RowsConsumer {
     if constexpr (kKind == kPlain) wait(shared_.key_full, key_place_);
     wgmma_fence();
     multiply_keys();
+    if constexpr (kKind == kBias) bias_.receive(shared_);
     wgmma_wait<0>();
     pin_registers(scores_);
     release(shared_.key_empty, key_place_);
@@ -211,6 +203,7 @@ class RowsConsumer {
     if constexpr (!Tile::kTurns) rescale();  // while the scores are computed
     add_values();
     if constexpr (Tile::kTurns) pass_turn();
+    if constexpr (kKind == kBias) bias_.receive(shared_);
     wgmma_wait<1>();
     pin_registers(scores_);
     release(shared_.key_empty, key_place_);
@@ -233,7 +226,7 @@ class RowsConsumer {
     if constexpr (kKind == kBias) {
 #pragma unroll
       for (int i = 0; i < kScores; ++i) scores_[i] = __fmul_rn(scores_[i], scale);
-      bias_.add_to(scores_, own_strip());
+      bias_.add_to(scores_);
     } else if constexpr (kKind == kGeneral) {
       const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
       const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };
@@ -301,11 +294,11 @@ class RowsConsumer {
       const float keep_scale = p_.dropout.seed != nullptr ? static_cast<float>(p_.dropout.keep_scale) : 1.0f;
       row_factor[half] = sum == 0.0f ? 0.0f : keep_scale / sum;
     }
-    const int lane = threadIdx.x % 32, warp_row = row_ - lane / 4;
+    const int lane = threadIdx.x % 32, first_row = warp_row();
     const int64_t found =
-        work_->offset_of_row(p_.batch, p_.out, work_->out, warp_row + lane % 16);  // every lane finds a row's place
-    const uint32_t s_strip = Tile::kOwnStrips ? shared_address(shared_.strip[threadIdx.x / 32])
-                                              : shared_address(shared_.query[query_][0]) + warp_row * 128;
+        work_->offset_of_row(p_.batch, p_.out, work_->out, first_row + lane % 16);  // every lane finds a row's place
+    const uint32_t s_strip = kQueryStrips ? shared_address(shared_.query[query_][0]) + first_row * 128
+                                          : shared_address(shared_.strip[threadIdx.x / 32]);
 #pragma unroll
     for (int step = 0; step < Tile::kValueSteps; ++step) {
       float values[Tile::kStep / 2];
@@ -317,7 +310,7 @@ class RowsConsumer {
       for_each_chunk<T, 4>(values, s_strip, [&](int chunk_row, int chunk_col, const T* chunk) {
         T* g_row = static_cast<T*>(p_.out.data) + __shfl_sync(0xffffffffu, found, chunk_row);
         const int col = step * Tile::kStep + chunk_col, cols = static_cast<int>(p_.Ev);
-        if (warp_row + chunk_row < work_->rows && col < cols) store_chunk(g_row, col, cols, p_.out, chunk);
+        if (first_row + chunk_row < work_->rows && col < cols) store_chunk(g_row, col, cols, p_.out, chunk);
       });
     }
   }
@@ -327,12 +320,11 @@ class RowsConsumer {
   const RowsWork<Tile>* work_;  // of this tile
   const int consumer_;
   RingPlace<Tile::kStages> key_place_, value_place_;
-  uint32_t query_;         // the place of this tile's
-  int row_, col_;          // of this thread's first element in the tile's scores; the other row is 8 below
-  int block_;              // of keys, next in the ring
-  bool unmasked_;          // whether its scores are as they come
-  bool mask_from_memory_;  // as RowsOrder has it
-  RowsBias<Tile> bias_;    // its bias, on its way or there
+  uint32_t query_;  // the place of this tile's
+  int row_, col_;   // of this thread's first element in the tile's scores; the other row is 8 below
+  int block_;       // of keys, next in the ring
+  bool unmasked_;   // whether its scores are as they come
+  RowsBias<Tile, kBiasRing> bias_;
   float out_[kParts][32 * kPartSteps], scores_[kScores];
   uint32_t weights_[kSlices][4];
   RowReference rows_[2];

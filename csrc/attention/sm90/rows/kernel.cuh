@@ -5,8 +5,8 @@
 //   S_j = Q K_j^T begins, O += P_{j+1} V_{j+1} begins | S_j is there: softmax, P_j | O is there: rescaled; P_j as its next operand
 // P stays in registers: a result of wgmma lies there as an operand of it does. Products of one warpgroup run under the softmax of
 // the others: where they are short, up to head dim 192, warpgroups take turns at issuing them, so that they stay out of step.
-// A fourth or third warpgroup's threads load: keys and values in rings of their own, and the query tiles. Blocks of keys that
-// a mask hides from all of the tile's rows are left out (mark.cuh).
+// A fourth or third warpgroup's threads load: keys, values and up to head dim 128 a bias in rings of their own, and the query
+// tiles. Blocks of keys that a mask hides from all of the tile's rows are left out (mark.cuh).
 // CTAs stay and take tile after tile (RowsOrder); the next tile's operands come while this one ends.
 // Where rows are few and keys many, a tile is up to 64 rows and one piece of the keys, for one warpgroup. It leaves what it has
 // summed in the workspace, and combine_pieces makes the output of that.
@@ -25,7 +25,7 @@ namespace attention_ext {
 
 template <class Tile, RowsKind kKind>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ GroupMaps maps,
+    rows_forward_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMaps maps,
                         const __grid_constant__ RowsMarks marks, RowsOrder order) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   launch_dependents();
@@ -36,10 +36,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     tma_prefetch_map(&maps.query);
     tma_prefetch_map(&maps.key);
     tma_prefetch_map(&maps.value);
+    if constexpr (Tile::bias_ring(kKind)) tma_prefetch_map(&maps.bias);
   }
   init_ring(shared.key_full, shared.key_empty, 4 * Tile::kConsumers);
   init_ring(shared.value_full, shared.value_empty, 4 * Tile::kConsumers);
   init_ring(shared.query_full, shared.query_empty, 4 * Tile::kConsumers);
+  if constexpr (Tile::bias_ring(kKind)) init_ring(shared.bias_full, shared.bias_empty, 128 * Tile::kConsumers);
   mbarrier_fence_init();
   wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
   __syncthreads();

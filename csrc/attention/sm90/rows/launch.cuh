@@ -27,8 +27,11 @@ inline int64_t elements_of_mask(const ForwardParams& params) {
 template <class Tile, RowsKind kKind>
 cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, const RowsGrid& grid, int64_t sms,
                         cudaStream_t stream) {
-  GroupMaps maps;
+  RowsMaps maps;
   cudaError_t status = make_group_maps(maps, params, Tile::kM, Tile::kN, Tile::kN);
+  if constexpr (Tile::bias_ring(kKind)) {
+    if (status == cudaSuccess) status = make_bias_map(maps.bias, params, Tile::kM);
+  }
   if (status != cudaSuccess) return status;
 
   const int64_t heads = params.N / params.key.group;

@@ -1,9 +1,8 @@
-// The loading side of the row kernels: a thread for keys and values, in the order in which the consumers multiply, and one for the
-// query tiles. They run ahead of the consumers, into the next tile of work.
+// The loading side of the row kernels: a thread for keys, values and a bias, in the order in which the consumers need them, and one
+// for the query tiles. They run ahead of the consumers, into the next tile of work.
 #pragma once
 
 #include "attention/params.h"
-#include "attention/sm90/pieces/group_maps.cuh"
 #include "attention/sm90/rows/mark.cuh"
 #include "attention/sm90/rows/tile.cuh"
 #include "device/sm80/cp_async.cuh"
@@ -12,11 +11,11 @@
 
 namespace attention_ext {
 
-// Loads keys and values. One thread.
+// Loads keys and values, and a bias where it has a ring. One thread.
 template <class Tile, RowsKind kKind>
 class RowsProducer {
  public:
-  __device__ __forceinline__ RowsProducer(const ForwardParams& p, const GroupMaps& maps, const RowsMarks& marks,
+  __device__ __forceinline__ RowsProducer(const ForwardParams& p, const RowsMaps& maps, const RowsMarks& marks,
                                           typename Tile::Shared& shared)
       : p_(p), maps_(maps), marks_(marks), shared_(shared), work_(shared.producer_work) {}
 
@@ -27,6 +26,7 @@ class RowsProducer {
       work_.init(p_, order, places.place());
       set_batch(shared_.key_box, p_.batch, p_.key, work_.n_group * work_.group);
       set_batch(shared_.value_box, p_.batch, p_.value, work_.n_group * work_.group);
+      if constexpr (kBiasRing) set_rows(shared_.bias_box, p_, p_.mask, work_);
       if constexpr (kKind != kPlain) {
         if (marks_.data != nullptr) marked_ = cells_of(marks_, p_.batch, work_.n_group * work_.group);
       }
@@ -40,6 +40,7 @@ class RowsProducer {
         }
         load(shared_.key_full, shared_.key_empty, shared_.key, key_place_, &maps_.key, shared_.key_box, block, shows);
         if (before >= 0) load_values(before);
+        if constexpr (kBiasRing) load_bias(block, order.mask_from_memory);
         before = block;
       }
       if (before >= 0) load_values(before);
@@ -54,6 +55,7 @@ class RowsProducer {
 
  private:
   using Place = RingPlace<Tile::kStages>;
+  static constexpr bool kBiasRing = Tile::bias_ring(kKind);
 
   // What the mask shows of a block to the tile's rows.
   __device__ __forceinline__ int shown(int block) const {
@@ -100,12 +102,36 @@ class RowsProducer {
     load(shared_.value_full, shared_.value_empty, shared_.value, value_place_, &maps_.value, shared_.value_box, block, -1);
   }
 
+  // Last of a block's operands: what it waits for, that consumers have taken the bias of a block before, is the latest.
+  __device__ __forceinline__ void load_bias(int block, bool from_memory) {
+    TensorPosition box = shared_.bias_box;
+    mbarrier_wait(shared_address(&shared_.bias_empty[bias_place_.slot]), bias_place_.parity ^ 1);
+    const uint32_t s_full = shared_address(&shared_.bias_full[bias_place_.slot]);
+    mbarrier_arrive_expect_bytes(s_full, Tile::kBiasSteps * Tile::box_bytes(work_.group));
+#pragma unroll
+    for (int step = 0; step < Tile::kBiasSteps; ++step) {
+      box.at[0] = block * Tile::kN + step * Tile::kStep;
+      tma_load(shared_address(shared_.bias[bias_place_.slot][step]), &maps_.bias, box, s_full);
+    }
+    bias_place_.advance();
+    if constexpr (Tile::kBiasBlocks == 1) {
+      // The next block sets out late, so that it should not come all the way from memory.
+      if (!from_memory || block == 0) return;
+#pragma unroll
+      for (int step = 0; step < Tile::kBiasSteps; ++step) {
+        box.at[0] = (block - 1) * Tile::kN + step * Tile::kStep;
+        tma_prefetch(&maps_.bias, box);
+      }
+    }
+  }
+
   const ForwardParams& p_;
-  const GroupMaps& maps_;
+  const RowsMaps& maps_;
   const RowsMarks& marks_;
   typename Tile::Shared& shared_;
   RowsWork<Tile>& work_;
   Place key_place_, value_place_;
+  RingPlace<Tile::kBiasBlocks> bias_place_;
   int64_t marked_ = 0;  // the tile's first head in marks_
 };
 
@@ -121,11 +147,10 @@ __device__ __forceinline__ void load_query_rows(const ForwardParams& p, const Gr
     work.init(p, order, places.place());
     work.find_heads(p, order);
     TensorPosition box;
-    set_queries(box, p, work);
+    set_rows(box, p, p.query, work);
     const uint32_t slot = places.template query<Tile::kQueries>(), full = shared_address(&shared.query_full[slot]);
     mbarrier_wait(shared_address(&shared.query_empty[slot]), places.template parity<Tile::kQueries>() ^ 1);
-    mbarrier_arrive_expect_bytes(
-        full, Tile::kQuerySteps * rows_of_tile(Tile::kM, work.group) * Tile::kStep * sizeof(typename Tile::T));
+    mbarrier_arrive_expect_bytes(full, Tile::kQuerySteps * Tile::box_bytes(work.group));
 #pragma unroll 1
     for (int step = 0; step < Tile::kQuerySteps; ++step) {
       box.at[0] = step * Tile::kStep;

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/sm90/pieces/group_maps.cuh"
 #include "attention/sm90/pieces/pieces.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "device/common/batch.cuh"
@@ -15,8 +16,12 @@ namespace attention_ext {
 // What becomes of the products of query and key, an instance of the kernel each.
 enum RowsKind {
   kPlain,    // scores as they come, under a positive scale
-  kBias,     // a bias of the query's dtype, read 16 bytes at a time and a block ahead
+  kBias,     // a bias of the query's dtype whose rows are whole chunks of 16 bytes, read ahead
   kGeneral,  // any mask, dropout, any scale
+};
+
+struct RowsMaps : GroupMaps {
+  CUtensorMap bias;  // in instances that have a ring of it; boxes as of query
 };
 
 // In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
@@ -81,6 +86,12 @@ struct RowsWork {
   __device__ __forceinline__ int end_of_row(const Sequence& sequence, int row) const {
     return KeyRange{sequence.causal, keys}.end_of_row(query_of(min(row, rows - 1)));
   }
+  // Where in the tile's box of a mask, which TMA brings as it brings the queries, the row of the mask that row uses lies: where
+  // queries or heads share one, only the first one's place is filled.
+  __device__ __forceinline__ int mask_place(const ForwardParams& p, int row) const {
+    const int head = head_in_group(row), query = p.mask.row_stride == 0 ? 0 : row - head;
+    return query + (p.mask.batch_stride[p.batch.count - 1] == 0 ? 0 : head);
+  }
   // Offset of a row of the tile in a view (N, L, ..) that begins at `first` for the group's first head; of the last row for rows
   // that do not exist.
   __device__ __forceinline__ int64_t offset_of_row(const BatchDims& batch, const MatrixView& view, int64_t first,
@@ -144,13 +155,15 @@ struct RowsTile {
   static_assert(128 * (kConsumers * consumer_registers(kGeneral) + producer_registers(kGeneral)) <= 65536,
                 "an SM has 65,536 registers");
   static_assert(128 * (kConsumers * consumer_registers(kPlain) + producer_registers(kPlain)) <= 65536, "the same");
-  static constexpr bool kOwnStrips = kShape.own_strips && !kSplits;
-  static constexpr bool kQueryStrips = !kShape.own_strips && !kSplits;  // results leave through the query's place
+  static constexpr int kBiasBlocks = kRows == kMostRows ? kShape.bias_blocks : 0;
+  static constexpr bool bias_ring(RowsKind kind) { return kind == kBias && kBiasBlocks > 0; }  // else it waits in registers
+  // Whether a warp's results leave through a strip of its own, or through its rows of the query's place.
+  static constexpr bool own_strips(RowsKind kind) { return kShape.own_strips && !kSplits && !bias_ring(kind); }
+  static constexpr bool query_strips(RowsKind kind) { return !kSplits && !own_strips(kind); }
+  static constexpr int kBiasSteps = kBiasBlocks > 0 ? kN / kStep : 1;  // boxes of a block
 
-  static constexpr int kStripBytes = 16 * kStep * static_cast<int>(sizeof(T));
-  // Whether a warp has as many strips as its rows of a block take: with wider heads there is no room for that.
-  static constexpr bool kBiasStrips = kOwnStrips && kConsumers == 2 && kQuerySteps <= 2;
-  static constexpr int kStrips = !kOwnStrips ? 0 : kBiasStrips ? kN / kStep : 1;
+  // Of a box of the tile's rows by a step of columns.
+  static constexpr uint32_t box_bytes(int group) { return rows_of_tile(kM, group) * kStep * sizeof(T); }
 
   static constexpr int kWorks = kQueries + 2;
 
@@ -159,19 +172,23 @@ struct RowsTile {
     alignas(1024) T query[kQueries][kQuerySteps][kM * kStep];
     alignas(1024) T key[kStages][kQuerySteps][kN * kStep];
     alignas(1024) T value[kStages][kValueSteps][kN * kStep];
-    // Of each warp: the first one for results on their way out, all of them for a bias on its way in.
-    alignas(1024) T strip[kOwnStrips ? kConsumers * 4 : 1][kOwnStrips ? kStrips * 16 * kStep : 1];
+    union {
+      alignas(1024) T strip[own_strips(kPlain) ? kConsumers * 4 : 1][own_strips(kPlain) ? 16 * kStep : 1];
+      alignas(1024) T bias[kBiasBlocks > 0 ? kBiasBlocks : 1][kBiasSteps][kBiasBlocks > 0 ? kM * kStep : 1];
+    };
     // Of the producer of keys and values; of the consumers, which the query's producer writes: while it writes the one after next
     // they may still be in the one before.
     RowsWork<RowsTile> producer_work, work[kWorks];
-    TensorPosition key_box, value_box;
-    int64_t mask_row[kM];  // offset of the mask's row, where there is a mask
+    TensorPosition key_box, value_box, bias_box;
+    int64_t mask_row[kM];  // offset of the mask's row, where there is a mask that consumers read from memory
     // Where there may be a mask: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of
     // the tile; -1 after the last one.
     int block[kStages];
     uint64_t query_full[kQueries];   // TMA arrives with the bytes of the query; the consumers wait
     uint64_t query_empty[kQueries];  // the consumers' warps arrive; the query's producer waits
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same
+    // The same, but that every consumer thread arrives: they read the bias themselves.
+    uint64_t bias_full[kBiasBlocks > 0 ? kBiasBlocks : 1], bias_empty[kBiasBlocks > 0 ? kBiasBlocks : 1];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 };
