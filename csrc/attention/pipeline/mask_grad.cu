@@ -50,27 +50,6 @@ struct Entry {
   int64_t kept, first, last;
 };
 
-// Score matrix number `reduced` of mask matrix number `kept`, which is counted row-major over the batch dims that the mask has
-// (batch_stride not 0). It grows with `reduced`.
-__device__ __forceinline__ int64_t matrix_index(const BatchDims& batch, const MatrixView& mask_grad, int64_t kept,
-                                                int64_t reduced) {
-  int64_t n = 0, weight = 1;
-#pragma unroll 1  // divisions are long code
-  for (int dim = batch.count - 1; dim >= 0; --dim) {
-    const bool is_kept = mask_grad.batch_stride[dim] != 0;
-    int64_t quotient, index;
-    divide(is_kept ? kept : reduced, batch.size[dim], quotient, index);
-    if (is_kept) {
-      kept = quotient;
-    } else {
-      reduced = quotient;
-    }
-    n += index * weight;
-    weight *= batch.size[dim];
-  }
-  return n;
-}
-
 // The entry of a matrix of the slice; false where an earlier one has the same.
 __device__ __forceinline__ bool find_entry(const MaskGradParams& p, int64_t sharing, int64_t slice_index, Entry& entry) {
   int64_t n = p.slice.batch_begin + slice_index, reduced = 0, kept_weight = 1, reduced_weight = 1;
@@ -89,7 +68,9 @@ __device__ __forceinline__ bool find_entry(const MaskGradParams& p, int64_t shar
       reduced_weight *= p.batch.size[dim];
     }
   }
-  const auto before = [&](int64_t number, int64_t end) { return matrix_index(p.batch, p.mask_grad, entry.kept, number) < end; };
+  const auto before = [&](int64_t number, int64_t end) {
+    return shared_matrix(p.batch, p.mask_grad, entry.kept, number) < end;
+  };
   if (reduced > 0 && !before(reduced - 1, p.slice.batch_begin)) return false;
   entry.first = reduced;
   entry.last = reduced + 1;
@@ -224,7 +205,7 @@ __global__ void __launch_bounds__(kCtaThreads)
     for (int64_t term = terms_begin; term < terms_end;) {
       int64_t matrix = term, summed_row = 0, terms_index = slice_index;
       if (!p.rows_kept) divide(term, work.rows_summed, matrix, summed_row);
-      if (matrix > 0) terms_index = matrix_index(p.batch, mask, entry.kept, entry.first + matrix) - p.slice.batch_begin;
+      if (matrix > 0) terms_index = shared_matrix(p.batch, mask, entry.kept, entry.first + matrix) - p.slice.batch_begin;
       const int64_t slice_row = p.rows_kept ? row : summed_row;
       const T* g_row = static_cast<const T*>(p.score_grad.data) + terms_index * p.score_grad.slice_stride +
                        slice_row * p.score_grad.row_stride;

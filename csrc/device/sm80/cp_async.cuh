@@ -35,6 +35,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t s_dst, const void* g_src) {
   asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 16;\n" ::"r"(s_dst), "l"(g_src) : "memory");
 }
 
+// Copies kBytes, 4 or 8, which both addresses are multiples of.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_few(uint32_t s_dst, const void* g_src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(s_dst), "l"(g_src), "n"(kBytes) : "memory");
+}
+
 // Asks for the line of 128 bytes to be in L2.
 __device__ __forceinline__ void prefetch_line(const void* g_src) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(g_src)); }
 
