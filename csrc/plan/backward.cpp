@@ -19,6 +19,13 @@ std::string sm90_backward_refuses(const Problem& p) {
   return "";
 }
 
+// Of the row kernels.
+constexpr int64_t kMostTiles = int64_t{1} << 31;
+// Tiles of scores that the gradient of a mask is the sum of.
+int64_t mask_terms(const Problem& p) {
+  return p.mask_grad ? times(p.N, ceil_div(p.L, kMaskTile), ceil_div(p.S, kMaskTile)) : 0;
+}
+
 std::string rows_refuses(const Problem& p) {
   const std::string clause = sm90_backward_refuses(p);
   if (!clause.empty()) return clause;
@@ -26,11 +33,9 @@ std::string rows_refuses(const Problem& p) {
   if (times(p.L, p.key_group) > kMostWgmmaKeys) {
     return "it loses precision beyond " + std::to_string(kMostWgmmaKeys) + " queries of a key head";
   }
-  constexpr int64_t kMostTiles = int64_t{1} << 31;
   const int64_t key_tiles =
       times(p.N / p.key_group, ceil_div(p.S, rows_backward_shape(rows_backward_class(p.E, p.Ev)).col_keys));
-  const int64_t mask_tiles = p.mask_grad ? times(p.N, ceil_div(p.L, kMaskTile), ceil_div(p.S, kMaskTile)) : 0;
-  if (times(p.N, ceil_div(p.L, kRowsBackwardTile)) >= kMostTiles || std::max(key_tiles, mask_tiles) >= kMostTiles) {
+  if (times(p.N, ceil_div(p.L, kRowsBackwardTile)) >= kMostTiles || std::max(key_tiles, mask_terms(p)) >= kMostTiles) {
     return "it counts tiles in 32 bits, and here are more";
   }
   return "";
@@ -51,6 +56,7 @@ int64_t pipeline_backward_cost(const Problem& p, const DeviceInfo& card, int64_t
 // The mask's gradient by the row kernels: all terms of its tiles, of which the estimate takes those that some query sees, and the
 // mask and its gradient from and to memory.
 int64_t mask_tiles_cost(const Problem& p, int64_t cap) {
+  if (mask_terms(p) >= kMostTiles) return kMostCost;
   constexpr int64_t kLaunchNs = 3000;
   const int64_t matrices = std::clamp<int64_t>(p.mask_matrices, 1, p.N), row_tiles = ceil_div(p.L, kMaskTile),
                 key_tiles = ceil_div(p.S, kMaskTile);

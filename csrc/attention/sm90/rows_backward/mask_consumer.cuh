@@ -105,17 +105,24 @@ class MaskConsumer {
     cp_async_wait<0>();  // of an item without terms: two copies to one place come in no order
     const uint32_t n = shared_matrix(p_.batch, p_.mask_grad, item.matrix, 0u);
     const Stored* g_mask = static_cast<const Stored*>(p_.mask.data) + batch_offset(p_.batch, p_.mask, n, 0);
-    const int row = item.row_tile * kMaskTile + own_row(), last = static_cast<int>(p_.L) - 1, keys = static_cast<int>(p_.S);
+    const int row = item.row_tile * kMaskTile + own_row(), first = item.key_tile * kMaskTile;
+    const int last_row = static_cast<int>(p_.L) - 1, last_key = static_cast<int>(p_.S) - 1;
+    const auto place = [&](int pair) {
+      return reinterpret_cast<Stored*>(&shared_.bias[pair / Tile::kPairs][threadIdx.x]) + pair % Tile::kPairs * 2;
+    };
+    const auto row_of = [&](int pair) { return g_mask + min(row + pair % 2 * 8, last_row) * p_.mask.row_stride; };
+    const auto key_of = [&](int pair) { return first + pair / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2; };
+    if (p_.mask.vector && first + Tile::kN <= p_.S) {
 #pragma unroll 4
-    for (int pair = 0; pair < kScores / 2; ++pair) {
-      const int key = item.key_tile * kMaskTile + pair / 2 * 8 + static_cast<int>(threadIdx.x) % 4 * 2;
-      const Stored* g_pair = g_mask + min(row + pair % 2 * 8, last) * p_.mask.row_stride + key * p_.mask.col_stride;
-      Stored* to = reinterpret_cast<Stored*>(&shared_.bias[pair / Tile::kPairs][threadIdx.x]) + pair % Tile::kPairs * 2;
-      if (p_.mask.vector && key + 2 <= keys) {
-        cp_async_few<kPairBytes>(shared_address(to), g_pair);
-      } else {
+      for (int pair = 0; pair < kScores / 2; ++pair) {
+        cp_async_few<kPairBytes>(shared_address(place(pair)), row_of(pair) + key_of(pair));
+      }
+    } else {
+#pragma unroll 8
+      for (int pair = 0; pair < kScores / 2; ++pair) {
+        Stored* to = place(pair);
 #pragma unroll
-        for (int e = 0; e < 2; ++e) to[e] = key + e < keys ? g_pair[e * p_.mask.col_stride] : from_accumulator<Stored>(0.0f);
+        for (int e = 0; e < 2; ++e) to[e] = row_of(pair)[min(key_of(pair) + e, last_key) * p_.mask.col_stride];
       }
     }
     cp_async_commit();
@@ -170,13 +177,14 @@ class MaskConsumer {
         }
       }
     }
-    const float factor = Exponents<T>::kUnscale * p_.keep_factor;
+    float factor[] = {Exponents<T>::kUnscale * p_.keep_factor};
+    pin_registers(factor);  // the compiler would read it from the parameters each time
     float delta[2];
     of_rows(delta, &QueryRecord::delta);
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
       // A weight of 0: whatever a key that is not seen holds.
-      if (scores[i] != 0.0f) sums_[i] = fmaf(scores[i], fmaf(weight_grads[i], factor, delta[i / 2 % 2]), sums_[i]);
+      if (scores[i] != 0.0f) sums_[i] = fmaf(scores[i], fmaf(weight_grads[i], factor[0], delta[i / 2 % 2]), sums_[i]);
     }
   }
 
