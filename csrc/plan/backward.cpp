@@ -96,15 +96,16 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap
   return std::min(kFirst + times(p.N, p.L, 4 * p.Ev) / kBytesPerNs + row + column + mask, kMostCost);
 }
 
-// What its slices take, before them delta of all rows, and of each the mask's gradient: 1.56 ms more for 64 x 2048 x 2048 scores.
+// What its slices take, before them delta of all rows, and of each the mask's gradient: a launch, and 1.56 ms for 64 x 2048 x 2048
+// scores.
 int64_t wgmma_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   constexpr int64_t kFirst = 20000, kBytesPerNs = 2700, kMostScores = int64_t{1} << 42;  // of which slices can be counted
-  constexpr int64_t kSummedPerNs = 170;
+  constexpr int64_t kSumNs = 5000, kSummedPerNs = 170;
   if (p.empty()) return kFirst;
   if (times(p.L, p.S) > kMostScores) return times(5, pipeline_cost(p, card, cap, true)) / 2;
   const BackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal, false};
   const int64_t delta = times(p.N, p.L, 4 * p.Ev) / kBytesPerNs;
-  const int64_t mask = p.mask_grad ? times(p.N, times(p.L, p.S)) / kSummedPerNs : 0;
+  const int64_t mask = p.mask_grad ? kSumNs + times(p.N, times(p.L, p.S)) / kSummedPerNs : 0;
   return std::min(kFirst + delta + plan_backward_slices(sizes, cap, card.sms).ns + mask, kMostCost);
 }
 

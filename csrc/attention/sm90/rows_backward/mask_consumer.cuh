@@ -128,7 +128,7 @@ class MaskConsumer {
     cp_async_commit();
   }
 
-  // A step of 64 columns of a product, begun. kFirst: of the product. kAlone: no other one is under way, else that is done after it.
+  // A step of 64 columns of a product, begun. kFirst: of the product. Unless kAlone another one is under way, whose end is awaited.
   template <bool kFirst, bool kAlone>
   __device__ __forceinline__ void multiply_step(float (&d)[kScores]) {
     const int slot = slot_.slot;
