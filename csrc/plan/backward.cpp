@@ -69,7 +69,8 @@ int64_t mask_tiles_cost(const Problem& p, int64_t cap) {
                               times(bytes, element) / kReadBytes + times(bytes, element) / kWrittenBytes);
 }
 
-// What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows; then the mask's gradient. Not fitted.
+// What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows; then the mask's gradient. Not
+// fitted.
 int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700;
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;

@@ -11,8 +11,8 @@ namespace attention_ext {
 
 constexpr int kMaskTile = 128;  // queries, and keys, of a tile
 
-// A tile of the gradient is the sum of its terms: tiles of dS, of each score matrix that shares the tile's matrix of the mask; where
-// the mask has one row, of all row tiles, and where it has one column, of all tiles of keys.
+// A tile of the gradient is the sum of its terms: tiles of dS, of each score matrix that shares the tile's matrix of the mask;
+// where the mask has one row, of all row tiles, and where it has one column, of all tiles of keys.
 struct MaskTilesSizes {
   int64_t matrices;              // of the gradient
   int64_t sharers;               // score matrices for each

@@ -1,6 +1,6 @@
-// The backward of the row kernels for Hopper: kernels that share nothing but the log-sum-exp and delta. The row kernel makes dQ, the
-// column kernel dK and dV, and one of tiles the gradient of a mask; each multiplies the scores again, and has its sums in registers,
-// in one order.
+// The backward of the row kernels for Hopper: kernels that share nothing but the log-sum-exp and delta. The row kernel makes dQ,
+// the column kernel dK and dV, the mask kernel the gradient of a mask; each multiplies the scores again, and has its sums in
+// registers, in one order.
 #pragma once
 
 #include <cuda_runtime_api.h>
