@@ -3,6 +3,7 @@
 #include "plan/backward_slices.h"
 #include "plan/cost.h"
 #include "plan/kernels.h"
+#include "plan/sm90_mask_tiles.h"
 #include "plan/sm90_rows_backward.h"
 #include "plan/split_half_backward_slices.h"
 
@@ -18,18 +19,23 @@ std::string sm90_backward_refuses(const Problem& p) {
   return "";
 }
 
+// Of the row kernels.
+constexpr int64_t kMostTiles = int64_t{1} << 31;
+// Tiles of scores that the gradient of a mask is the sum of.
+int64_t mask_terms(const Problem& p) {
+  return p.mask_grad ? times(p.N, ceil_div(p.L, kMaskTile), ceil_div(p.S, kMaskTile)) : 0;
+}
+
 std::string rows_refuses(const Problem& p) {
   const std::string clause = sm90_backward_refuses(p);
   if (!clause.empty()) return clause;
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return "it takes head dims up to " + std::to_string(kMostRowsBackward);
-  if (p.mask_grad) return "it makes no gradient of the mask";
   if (times(p.L, p.key_group) > kMostWgmmaKeys) {
     return "it loses precision beyond " + std::to_string(kMostWgmmaKeys) + " queries of a key head";
   }
-  constexpr int64_t kMostTiles = int64_t{1} << 31;
   const int64_t key_tiles =
       times(p.N / p.key_group, ceil_div(p.S, rows_backward_shape(rows_backward_class(p.E, p.Ev)).col_keys));
-  if (times(p.N, ceil_div(p.L, kRowsBackwardTile)) >= kMostTiles || key_tiles >= kMostTiles) {
+  if (times(p.N, ceil_div(p.L, kRowsBackwardTile)) >= kMostTiles || std::max(key_tiles, mask_terms(p)) >= kMostTiles) {
     return "it counts tiles in 32 bits, and here are more";
   }
   return "";
@@ -47,8 +53,25 @@ int64_t pipeline_backward_cost(const Problem& p, const DeviceInfo& card, int64_t
   return times(5, pipeline_cost(p, card, cap, false)) / 2;
 }
 
-// What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows. Not fitted.
-int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
+// The mask's gradient by the row kernels: all terms of its tiles, of which the estimate takes those that some query sees, and the
+// mask and its gradient from and to memory.
+int64_t mask_tiles_cost(const Problem& p, int64_t cap) {
+  if (mask_terms(p) >= kMostTiles) return kMostCost;
+  constexpr int64_t kLaunchNs = 3000;
+  const int64_t matrices = std::clamp<int64_t>(p.mask_matrices, 1, p.N), row_tiles = ceil_div(p.L, kMaskTile),
+                key_tiles = ceil_div(p.S, kMaskTile);
+  const MaskTilesSizes sizes = {
+      matrices, p.N / matrices, row_tiles, key_tiles, p.mask_rows || p.L == 1, true, ceil_div(p.E, 64) + ceil_div(p.Ev, 64)};
+  const int64_t all = plan_mask_tiles(sizes, cap).ns, element = p.mask == MaskType::kFloat ? 4 : 2;
+  const int64_t seen = visible_blocks(p.L, p.S, kMaskTile, kMaskTile, p.causal),
+                bytes = times(matrices, p.mask_rows ? p.L : 1, p.S);
+  return kLaunchNs + std::max(times(all, seen) / times(row_tiles, key_tiles),
+                              times(bytes, element) / kReadBytes + times(bytes, element) / kWrittenBytes);
+}
+
+// What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows; then the mask's gradient. Not
+// fitted.
+int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700;
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;
   if (p.empty()) return kFirst;
@@ -72,17 +95,21 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t) {
   const int64_t column =
       kernel(p.N / p.key_group, p.S, shape.col_keys, times(p.key_group, query_blocks),
              times(p.key_group, visible_blocks(p.L, S, shape.col_queries, shape.col_keys, p.causal)), col_ns);
-  return std::min(kFirst + times(p.N, p.L, 4 * p.Ev) / kBytesPerNs + row + column, kMostCost);
+  const int64_t mask = p.mask_grad ? mask_tiles_cost(p, cap) : 0;
+  return std::min(kFirst + times(p.N, p.L, 4 * p.Ev) / kBytesPerNs + row + column + mask, kMostCost);
 }
 
-// What its slices take, and before them delta of all rows.
+// What its slices take, before them delta of all rows, and of each the mask's gradient: a launch, and 1.56 ms for 64 x 2048 x 2048
+// scores.
 int64_t wgmma_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
   constexpr int64_t kFirst = 20000, kBytesPerNs = 2700, kMostScores = int64_t{1} << 42;  // of which slices can be counted
+  constexpr int64_t kSumNs = 5000, kSummedPerNs = 170;
   if (p.empty()) return kFirst;
   if (times(p.L, p.S) > kMostScores) return times(5, pipeline_cost(p, card, cap, true)) / 2;
   const BackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal, false};
   const int64_t delta = times(p.N, p.L, 4 * p.Ev) / kBytesPerNs;
-  return std::min(kFirst + delta + plan_backward_slices(sizes, cap, card.sms).ns, kMostCost);
+  const int64_t mask = p.mask_grad ? kSumNs + times(p.N, times(p.L, p.S)) / kSummedPerNs : 0;
+  return std::min(kFirst + delta + plan_backward_slices(sizes, cap, card.sms).ns + mask, kMostCost);
 }
 
 std::string split_half_backward_refuses(const Problem& p) {

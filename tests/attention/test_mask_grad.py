@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from helpers import FLOATS, HALVES, normal
+from kernels import KERNELS, Kernel, needs_the_card
 from mask_gradients import score_gradients
 from torch import Tensor
 
@@ -27,6 +28,7 @@ SHAPES = [
     (B, H, L, 1),
     (B, H, 1, 1),
 ]
+OF_HALVES = [kernel for kernel in KERNELS if kernel.name in ("pipeline", "sm90_256", "sm90_pipeline")]
 CAPS = {"one slice": 1000, "matrices": 5.5, "one matrix": 1.5, "rows": 0.4}  # room, in score matrices
 
 
@@ -43,10 +45,13 @@ def operands(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return query, key, value, grad
 
 
-def mask_grad(tensors: tuple[Tensor, ...], mask: Tensor, workspace_bytes: int = CAP, key_lengths: Tensor | None = None) -> Tensor:
+def mask_grad(
+    tensors: tuple[Tensor, ...], mask: Tensor, workspace_bytes: int = CAP, key_lengths: Tensor | None = None, name: str = "auto"
+) -> Tensor:
     query, key, value, grad = tensors
     out, lse = OPS.sdpa_forward(query, key, value, mask, None, 0.0, False, enable_gqa=True, key_lengths=key_lengths)
     more = {"enable_gqa": True, "mask_grad": True, "workspace_bytes": workspace_bytes, "key_lengths": key_lengths}
+    more["kernel_name"] = name
     return OPS.sdpa_backward(grad, None, query, key, value, mask, out, lse, None, 0.0, False, **more)[3]
 
 
@@ -67,10 +72,17 @@ def test_against_float64(shape: tuple[int, ...], dtype: torch.dtype, room: str, 
 @pytest.mark.parametrize("room", [room for room in CAPS if room != "one slice"])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_are_float32(shape: tuple[int, ...], dtype: torch.dtype, room: str) -> None:
-    """However the scores are sliced: a float32 mask's gradient shows what the sums of half types' terms are made in."""
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.name in ("pipeline", "sm90_256", "sm90_pipeline")], ids=lambda k: k.name
+)
+def test_sums_are_float32(kernel: Kernel, shape: tuple[int, ...], dtype: torch.dtype, room: str) -> None:
+    """However the scores are sliced: a float32 mask's gradient shows what the sums of half types' terms are made in.
+
+    By one kernel both times, as one makes sums of rounded terms and another one does not.
+    """
+    needs_the_card(kernel)
     tensors, mask = operands(dtype), normal(*shape, device="cuda")
-    whole, sliced = mask_grad(tensors, mask), mask_grad(tensors, mask, cap(room, dtype))
+    whole, sliced = (mask_grad(tensors, mask, most, name=kernel.name) for most in (CAP, cap(room, dtype)))
     largest = score_gradients(tensors, mask).abs().sum_to_size(shape).max()
     assert whole.dtype == sliced.dtype == torch.float32
     assert (whole.double() - sliced.double()).abs().max() <= 64 * torch.finfo(torch.float32).eps * largest

@@ -27,13 +27,13 @@ def plan(**more: int) -> Plan:
 REFUSALS = [
     ({"E": 264}, "it takes head dims up to 256"),
     ({"Ev": 264}, "it takes head dims up to 256"),
-    ({"mask": 2, "mask_grad": 1}, "it makes no gradient of the mask"),
     ({"type": 2}, "it takes float16 and bfloat16, not float32"),
     ({"L": (1 << 18) + 1}, "it loses precision beyond 262144 queries of a key head"),
     ({"L": 1 << 16, "key_group": 8, "value_group": 8}, "it loses precision beyond 262144 queries of a key head"),
     ({"S": (1 << 18) + 1}, "it loses precision beyond 262144 keys"),
     ({"key_group": 2}, "key and value have different head counts"),
     ({"N": 1 << 30, "L": 1 << 10}, "it counts tiles in 32 bits, and here are more"),
+    ({"N": 1 << 20, "L": 1 << 15, "S": 1 << 15, "mask": 2, "mask_grad": 1}, "it counts tiles in 32 bits, and here are more"),
     ({"batch_dims": 4}, "strides keep 4 leading dims apart, and it takes 3"),
     ({"grad_out__row_alignment": 8}, "grad_out's rows do not all begin on 16-byte boundaries"),
 ]

@@ -69,7 +69,9 @@ __device__ __forceinline__ bool find_entry(const MaskGradParams& p, int64_t shar
       reduced_weight *= p.batch.size[dim];
     }
   }
-  const auto before = [&](int64_t number, int64_t end) { return matrix_index(p.batch, p.mask_grad, entry.kept, number) < end; };
+  const auto before = [&](int64_t number, int64_t end) {
+    return shared_matrix(p.batch, p.mask_grad, entry.kept, number) < end;
+  };
   if (reduced > 0 && !before(reduced - 1, p.slice.batch_begin)) return false;
   entry.first = reduced;
   entry.last = reduced + 1;
@@ -204,7 +206,7 @@ __global__ void __launch_bounds__(kCtaThreads)
     for (int64_t term = terms_begin; term < terms_end;) {
       int64_t matrix = term, summed_row = 0, terms_index = slice_index;
       if (!p.rows_kept) divide(term, work.rows_summed, matrix, summed_row);
-      if (matrix > 0) terms_index = matrix_index(p.batch, mask, entry.kept, entry.first + matrix) - p.slice.batch_begin;
+      if (matrix > 0) terms_index = shared_matrix(p.batch, mask, entry.kept, entry.first + matrix) - p.slice.batch_begin;
       const int64_t slice_row = p.rows_kept ? row : summed_row;
       const T* g_row = static_cast<const T*>(p.score_grad.data) + terms_index * p.score_grad.slice_stride +
                        slice_row * p.score_grad.row_stride;

@@ -43,4 +43,25 @@ __device__ __forceinline__ int64_t batch_offset(const BatchDims& batch, const Ma
   return offset;
 }
 
+// Of the matrices that share one of a view, number `reduced`, counted row-major over the batch dims that the view has not. kept:
+// the view's own matrix, counted row-major over those that it has (batch_stride not 0). It grows with `reduced`.
+template <class Index>  // int64_t, or uint32_t where N is known to fit
+__device__ __forceinline__ Index shared_matrix(const BatchDims& batch, const MatrixView& view, Index kept, Index reduced) {
+  Index n = 0, weight = 1;
+#pragma unroll 1  // divisions are long code
+  for (int dim = batch.count - 1; dim >= 0; --dim) {
+    const bool is_kept = view.batch_stride[dim] != 0;
+    Index quotient, index;
+    divide(is_kept ? kept : reduced, batch.size[dim], quotient, index);
+    if (is_kept) {
+      kept = quotient;
+    } else {
+      reduced = quotient;
+    }
+    n += index * weight;
+    weight *= static_cast<Index>(batch.size[dim]);
+  }
+  return n;
+}
+
 }  // namespace attention_ext

@@ -35,6 +35,12 @@ __device__ __forceinline__ void cp_async_16(uint32_t s_dst, const void* g_src) {
   asm volatile("cp.async.ca.shared.global.L2::256B [%0], [%1], 16;\n" ::"r"(s_dst), "l"(g_src) : "memory");
 }
 
+// Copies kBytes, 4 or 8, which both addresses are multiples of.
+template <int kBytes>
+__device__ __forceinline__ void cp_async_few(uint32_t s_dst, const void* g_src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;\n" ::"r"(s_dst), "l"(g_src), "n"(kBytes) : "memory");
+}
+
 // Copies the first `bytes` (0 .. 16) of 16 and fills the rest with zeros; reads nothing past `bytes`.
 __device__ __forceinline__ void cp_async_16_zero_filled(uint32_t s_dst, const void* g_src, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16, %2;\n" ::"r"(s_dst), "l"(g_src), "r"(bytes) : "memory");

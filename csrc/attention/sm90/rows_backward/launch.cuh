@@ -3,6 +3,7 @@
 
 #include "attention/pipeline/stage.h"
 #include "attention/sm90/rows_backward/column_kernel.cuh"
+#include "attention/sm90/rows_backward/mask_tiles.h"
 #include "attention/sm90/rows_backward/row_kernel.cuh"
 #include "core/device_info.h"
 #include "core/tensor_map.h"
@@ -52,7 +53,7 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& mar
   const cudaError_t written = launch_query_records(params, stream);
   if (written != cudaSuccess) return written;
   const int64_t sms = current_device_info().sms, key_heads = params.N / params.key_group;
-  return dispatch_half_type(params.type, [&](auto element) {
+  const cudaError_t launched = dispatch_half_type(params.type, [&](auto element) {
     using ColumnTile = ColumnGradTile<decltype(element), kClass, kGeneral>;
     using RowTile = RowGradTile<decltype(element), kClass, kGeneral>;
     RowsBackwardMaps maps;
@@ -67,6 +68,8 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& mar
     return launch_tiles<RowTile>(row_grad_kernel<RowTile>, params, maps,
                                  order_of(params, params.N, params.L, RowTile::kM, params.S, sms), marks, sms, stream);
   });
+  if (launched != cudaSuccess || params.mask_grad.data == nullptr) return launched;
+  return launch_mask_tiles(params, stream);
 }
 
 template <int kClass>

@@ -1,8 +1,9 @@
 // Driver of the row kernels' backward: what belongs to rows first, by the pipeline's kernels and into records, then the kernels of
-// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries; the marks of a mask.
+// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries; the marks of a mask; parts of its gradient.
 #include "attention/sm90/rows_backward/rows_backward.h"
 
 #include "attention/sm90/pipeline/backward.h"
+#include "attention/sm90/rows_backward/mask_tiles.h"
 #include "core/arithmetic.h"
 #include "core/operand.h"
 #include "plan/sm90_rows.h"
@@ -41,10 +42,20 @@ int64_t mark_bytes(const BackwardParams& p) {
   return sizes.cells > 0 && matrices <= room / sizes.cells ? sizes.cells * matrices : 0;
 }
 
+int64_t bytes_before_parts(const BackwardParams& p) {
+  return row_bytes(p) + record_bytes(p) + round_up(mark_bytes(p), kWorkspaceAlignment);
+}
+
+// How the mask's gradient is cut; what its CTAs leave comes after all else.
+MaskTilesPlan mask_tiles_of(const BackwardParams& p) {
+  if (p.mask_grad.data == nullptr) return {};
+  return plan_mask_tiles(mask_tiles_sizes(p), p.workspace_bytes - bytes_before_parts(p));
+}
+
 }  // namespace
 
 int64_t rows_backward_workspace(const BackwardParams& params) {
-  return row_bytes(params) + record_bytes(params) + mark_bytes(params);
+  return bytes_before_parts(params) + mask_tiles_of(params).bytes;
 }
 
 bool rows_backward_sums_mask(const BackwardParams&) { return false; }
@@ -59,6 +70,10 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   rows.records = reinterpret_cast<QueryRecord*>(static_cast<char*>(params.workspace) + row_bytes(params));
   rows.records_of_head = static_cast<int32_t>(records_of_head(params));
   rows.general = is_general(params);
+  const MaskTilesPlan mask = mask_tiles_of(params);
+  rows.mask_splits = mask.splits;
+  rows.mask_parts =
+      mask.bytes == 0 ? nullptr : reinterpret_cast<float*>(static_cast<char*>(params.workspace) + bytes_before_parts(params));
   RowsMarks marks = {};
   if (mark_bytes(params) > 0) {
     auto* data = static_cast<uint8_t*>(params.workspace) + row_bytes(params) + record_bytes(params);

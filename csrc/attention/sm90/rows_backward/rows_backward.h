@@ -1,5 +1,6 @@
-// The backward of the row kernels for Hopper: two kernels that share nothing but the log-sum-exp and delta. The row kernel makes
-// dQ, the column kernel dK and dV; each multiplies the scores again, and has its sums in registers, in one order.
+// The backward of the row kernels for Hopper: kernels that share nothing but the log-sum-exp and delta. The row kernel makes dQ,
+// the column kernel dK and dV, the mask kernel the gradient of a mask; each multiplies the scores again, and has its sums in
+// registers, in one order.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -34,6 +35,8 @@ struct RowsBackwardParams : BackwardParams {
   float scale_factor;         // scale
   float keep_factor;          // of what dropout keeps
   bool general, differences;  // there is a mask or dropout; scores are subtracted from before they are exponents
+  int64_t mask_splits;        // CTAs that share a tile of the mask's gradient
+  float* mask_parts;          // what each of them leaves; null: its one CTA writes it (mask_tiles.h)
 };
 
 // Writes the records.
