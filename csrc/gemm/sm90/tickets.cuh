@@ -1,8 +1,11 @@
 // Tiles for persistent CTAs as they get free: the thread that loads draws a number and hands it to the warps that multiply. For
 // lists whose tiles differ in length, the longest first. Which CTA makes a tile is left to chance, what it makes is not.
+// A cluster takes its tiles together: its first CTA draws and writes the number into the shared memory of all, whose barriers count
+// the four bytes.
 #pragma once
 
 #include "device/sm80/cp_async.cuh"
+#include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/warpgroup.cuh"
 #include "gemm/sm90/steps.cuh"
@@ -22,9 +25,10 @@ struct TicketPlace {
 // In shared memory.
 struct Tickets {
   unsigned tile[kTicketSlots];
-  uint64_t full[kTicketSlots];   // the thread that draws arrives; the warps wait
-  uint64_t empty[kTicketSlots];  // every warp arrives; the thread that draws waits
-  TicketPlace drawn;             // of the thread that draws, which may be short of registers
+  uint64_t full[kTicketSlots];  // the first thread that loads arrives; the warps wait, and threads that load but do not draw
+  // Of the CTA that draws: every warp of the cluster arrives, and every other thread that loads; the thread that draws waits.
+  uint64_t empty[kTicketSlots];
+  TicketPlace drawn[2];  // of the threads that load, which may be short of registers
 };
 
 // Of a CTA that takes its tiles so.
@@ -34,31 +38,68 @@ struct SharedWithTickets {
   Tickets tickets;
 };
 
+// Of the threads that load: one of them draws, and all go by what it drew.
+template <class Tile>
 class TicketDrawer {
- public:
-  __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, unsigned tiles, bool all_drawn)
-      : tickets_(tickets), g_next_(g_next), given_(all_drawn ? 0 : gridDim.x), tiles_(tiles), first_(!all_drawn) {}
+  static constexpr int kCtas = Tile::kCtas;
 
-  // The next tile; `tiles` or more: there is none, and it is not to be called again. To be called as late as may be: who draws
+ public:
+  __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, bool all_drawn)
+      : tickets_(tickets), g_next_(g_next), all_drawn_(all_drawn), first_(!all_drawn) {}
+
+  // The next tile; tiles() or more: there is none, and it is not to be called again. To be called as late as may be: who draws
   // ahead takes tiles that others could begin sooner.
-  __device__ __forceinline__ unsigned draw() {
-    const unsigned tile = first_ ? blockIdx.x : given_ + atomicInc(g_next_, ctas_of_grid() + tiles_ - given_ - 1);
-    first_ = false;
-    const TicketPlace place = tickets_.drawn;
-    mbarrier_wait(shared_address(&tickets_.empty[place.slot()]), place.parity() ^ 1);
-    tickets_.tile[place.slot()] = tile;
-    mbarrier_arrive(shared_address(&tickets_.full[place.slot()]));
-    tickets_.drawn = {place.count + 1};
-    return tile;
+  template <class Tiles>
+  __device__ __forceinline__ unsigned draw(const Tiles& tiles) {
+    if constexpr (kCtas == 1) {
+      const unsigned tile = next(tiles());
+      const TicketPlace place = tickets_.drawn[0];
+      mbarrier_wait(shared_address(&tickets_.empty[place.slot()]), place.parity() ^ 1);
+      tickets_.tile[place.slot()] = tile;
+      mbarrier_arrive(shared_address(&tickets_.full[place.slot()]));
+      tickets_.drawn[0] = {place.count + 1};
+      return tile;
+    } else {
+      const bool is_first = StepLoader<Tile>::loads_a();
+      const TicketPlace place = tickets_.drawn[is_first ? 0 : 1];
+      tickets_.drawn[is_first ? 0 : 1] = {place.count + 1};
+      const unsigned slot = place.slot();
+      const uint32_t s_tile = shared_address(&tickets_.tile[slot]), s_full = shared_address(&tickets_.full[slot]);
+      const uint32_t s_empty = shared_address(&tickets_.empty[slot]);
+      unsigned tile;
+      if (is_first && cluster_rank() == 0) {
+        tile = next(tiles());
+        mbarrier_wait(s_empty, place.parity() ^ 1);  // all have seen the number that was there
+        mbarrier_arrive_expect_bytes(s_full, sizeof(tile));
+#pragma unroll
+        for (unsigned rank = 0; rank < kCtas; ++rank) {
+          store_in_cluster(address_in_cluster(s_tile, rank), tile, address_in_cluster(s_full, rank));
+        }
+      } else {
+        if (is_first) mbarrier_arrive_expect_bytes(s_full, sizeof(tile));
+        mbarrier_wait(s_full, place.parity());
+        tile = *static_cast<volatile unsigned*>(&tickets_.tile[slot]);
+        mbarrier_arrive_in_cluster(address_in_cluster(s_empty, 0));
+      }
+      return tile;
+    }
   }
 
  private:
+  __device__ __forceinline__ unsigned next(unsigned tiles) {
+    const unsigned clusters = ctas_of_grid() / kCtas, given = all_drawn_ ? 0 : clusters;
+    const unsigned tile = first_ ? cta_of_grid() / kCtas : given + atomicInc(g_next_, clusters + tiles - given - 1);
+    first_ = false;
+    return tile;
+  }
+
   Tickets& tickets_;
   unsigned* g_next_;
-  unsigned given_, tiles_;  // tiles that are not drawn; all
+  bool all_drawn_;  // else every cluster has a first tile of its own
   bool first_;
 };
 
+template <int kCtas>
 class TicketReader {
  public:
   __device__ __forceinline__ explicit TicketReader(Tickets& tickets) : tickets_(tickets) {}
@@ -67,12 +108,18 @@ class TicketReader {
   __device__ __forceinline__ unsigned next() {
     mbarrier_wait(shared_address(&tickets_.full[place_.slot()]), place_.parity());
     unsigned tile = 0;
-    if (threadIdx.x % 32 == 0) {  // who reads is who arrives
-      tile = *static_cast<volatile unsigned*>(&tickets_.tile[place_.slot()]);
-      mbarrier_arrive(shared_address(&tickets_.empty[place_.slot()]));
+    if (threadIdx.x % 32 == 0) tile = *static_cast<volatile unsigned*>(&tickets_.tile[place_.slot()]);
+    tile = __shfl_sync(0xffffffffu, tile, 0);
+    if (threadIdx.x % 32 == 0) {  // who has read is who arrives
+      const uint32_t empty = shared_address(&tickets_.empty[place_.slot()]);
+      if constexpr (kCtas == 1) {
+        mbarrier_arrive(empty);
+      } else {
+        mbarrier_arrive_in_cluster(address_in_cluster(empty, 0));
+      }
     }
     ++place_.count;
-    return __shfl_sync(0xffffffffu, tile, 0);
+    return tile;
   }
 
  private:
@@ -80,27 +127,26 @@ class TicketReader {
   TicketPlace place_;
 };
 
-// run_warpgroups (steps.cuh) over the tiles that a CTA takes: load(loader, tile), multiply(multiplier, tile, s_strip, row). g_next
-// is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a CTA's from the beginning, so that
-// whoever holds one runs, and a tile may wait for one with a lower number.
-template <class Tile, class Load, class Multiply>
-__device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile>& shared, unsigned* g_next, unsigned tiles,
-                                               bool all_drawn, Load load, Multiply multiply) {
+// run_warpgroups (steps.cuh) over the tiles that a cluster takes: load(loader, tile), multiply(multiplier, tile, s_strip, row). g_next
+// is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a cluster's from the beginning, so that
+// whoever holds one runs, and a tile may wait for one with a lower number. tiles(): how many there are.
+template <class Tile, class Tiles, class Load, class Multiply>
+__device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile>& shared, unsigned* g_next, Tiles tiles, bool all_drawn,
+                                               Load load, Multiply multiply) {
   Tickets& tickets = shared.tickets;
-  init_ring(tickets.full, tickets.empty, 4 * Tile::kConsumers);
-  if (threadIdx.x == 0) tickets.drawn = {0};
+  init_ring(tickets.full, tickets.empty, (4 * Tile::kConsumers + Tile::kLoaders) * Tile::kCtas - 1);
+  if (threadIdx.x < 2) tickets.drawn[threadIdx.x] = {0};
   run_warpgroups<Tile>(
       shared.tile,
       [&](StepLoader<Tile>& loader) {
-        const unsigned end = forget(tiles);
-        TicketDrawer drawer(tickets, g_next, end, all_drawn);
+        TicketDrawer<Tile> drawer(tickets, g_next, all_drawn);
 #pragma unroll 1
-        for (unsigned tile = drawer.draw(); tile < end; tile = drawer.draw()) load(loader, tile);
+        for (unsigned tile = drawer.draw(tiles); tile < tiles(); tile = drawer.draw(tiles)) load(loader, tile);
       },
       [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
-        TicketReader reader(tickets);
+        TicketReader<Tile::kCtas> reader(tickets);
 #pragma unroll 1
-        for (unsigned tile = reader.next(); tile < tiles; tile = reader.next()) multiply(multiplier, tile, s_strip, row);
+        for (unsigned tile = reader.next(); tile < tiles(); tile = reader.next()) multiply(multiplier, tile, s_strip, row);
       });
 }
 
