@@ -30,7 +30,7 @@ struct GradientTiles {
     int ms, cols;             // that exist from there on
     int k_begin;              // row or key, from the beginning of the slice, of the cluster's steps
     int all_steps;            // of a query head, of the cluster
-    int before, steps;        // of these: so many, and then the tile's own
+    int before, steps;        // of these a CTA's own: after so many, so many
     int last_rows;            // of the other operand, that count in the last step
   };
 
@@ -63,49 +63,60 @@ struct GradientTiles {
   // Query heads that a key head's sum goes over.
   __device__ __forceinline__ unsigned heads() const { return matrices / key_heads; }
 
-  // keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, if not the slice's. cta: of the
-  // cluster.
+  // Of a cluster. keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, if not the
+  // slice's.
   __device__ __forceinline__ Place place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys) const {
     return place(tile, slice, sequence, keys, slice.batch_begin);
   }
   __device__ __forceinline__ Place place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys,
-                                         int64_t batch_begin, unsigned cta = 0) const {
+                                         int64_t batch_begin) const {
     const Index index = at(tile);
     const bool is_row = index.of == kGradQuery;
     Place place;
     place.of = index.of;
     place.slice_index = is_row ? index.head : index.head * heads();
     place.n = static_cast<unsigned>(batch_begin) + place.slice_index;
-    place.m = index.m * Tile::kClusterM + static_cast<int>(cta) * Tile::kM;
+    place.m = index.m * Tile::kClusterM;
     place.col = index.n * Tile::kN;
     place.ms = static_cast<int>(is_row ? slice.row_count : slice.col_count) - place.m;
     place.cols = (index.of == kGradValue ? Ev : E) - place.col;
     const int row_begin = static_cast<int>(slice.row_begin), col_begin = static_cast<int>(slice.col_begin);
     const KeyRange range = key_range(sequence, place.n, keys);
-    const auto end_of = [&](int m) {
-      return is_row ? range.end_of_tile(row_begin + m, Tile::kM) - col_begin : static_cast<int>(slice.row_count);
-    };
-    const auto begin_of = [&](int m) {
-      // Tiles of scores above that one were not written, as no row of theirs sees a key of this tile.
-      return is_row ? 0 : max(range.first_row(col_begin + m) - row_begin, 0) / Tile::kM * Tile::kM;
-    };
-    const auto steps_of = [](int ks) { return (ks + Tile::kK - 1) / Tile::kK; };
-    place.k_begin = begin_of(place.m);
-    const int ks = max(end_of(place.m) - place.k_begin, 0);
-    place.all_steps = place.steps = steps_of(ks);
-    place.before = 0;
-    if constexpr (Tile::kCtas > 1) {
-      // Of keys the cluster's first tile has the earliest beginning, of rows its last one the latest end.
-      const int own_begin = place.k_begin, first = index.m * Tile::kClusterM;
-      if (place.ms <= 0) place.steps = 0;
-      place.k_begin = begin_of(first);
-      const int last = min(first + Tile::kClusterM - Tile::kM, (place.m + place.ms - 1) / Tile::kM * Tile::kM);
-      place.all_steps = steps_of(max(end_of(last) - place.k_begin, 0));
-      if (place.steps > 0) place.before = (own_begin - place.k_begin) / Tile::kK;
+    int end;
+    if (is_row) {
+      place.k_begin = 0;
+      end = range.end_of_tile(row_begin + place.m, Tile::kClusterM) - col_begin;
+    } else {
+      // Tiles of scores above this one were not written, as no row of theirs sees a key of this tile.
+      place.k_begin = max(range.first_row(col_begin + place.m) - row_begin, 0) / Tile::kM * Tile::kM;
+      end = static_cast<int>(slice.row_count);
     }
+    const int ks = max(end - place.k_begin, 0);
+    place.all_steps = place.steps = (ks + Tile::kK - 1) / Tile::kK;
+    place.before = 0;
     // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
     place.last_rows = is_row && sequence.key_lengths != nullptr ? ks - (place.steps - 1) * Tile::kK : Tile::kK;
     return place;
+  }
+  // Of one CTA of the cluster.
+  __device__ __forceinline__ Place own_place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys,
+                                             int64_t batch_begin, int cta) const {
+    Place at = place(tile, slice, sequence, keys, batch_begin);
+    at.m += cta * Tile::kM;
+    at.ms -= cta * Tile::kM;
+    const int row_begin = static_cast<int>(slice.row_begin), col_begin = static_cast<int>(slice.col_begin);
+    const KeyRange range = key_range(sequence, at.n, keys);
+    int begin = 0, end = static_cast<int>(slice.row_count);
+    if (at.of == kGradQuery) {
+      end = range.end_of_tile(row_begin + at.m, Tile::kM) - col_begin;
+    } else {
+      begin = max(range.first_row(col_begin + at.m) - row_begin, 0) / Tile::kM * Tile::kM;
+    }
+    const int ks = at.ms > 0 ? max(end - begin, 0) : 0;
+    at.steps = (ks + Tile::kK - 1) / Tile::kK;
+    at.before = ks > 0 ? (begin - at.k_begin) / Tile::kK : 0;
+    if (at.of == kGradQuery && sequence.key_lengths != nullptr) at.last_rows = ks - (at.steps - 1) * Tile::kK;
+    return at;
   }
 
  private:

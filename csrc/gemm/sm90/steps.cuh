@@ -32,6 +32,13 @@ __device__ __forceinline__ unsigned cta_of_cluster() {
   return cluster_rank();
 }
 
+// From the first row of a cluster's tile: the first one of this CTA's.
+template <class Tile>
+__device__ __forceinline__ int first_row_of_cta(int row) {
+  if constexpr (Tile::kCtas == 1) return row;
+  return row + static_cast<int>(cta_of_cluster<Tile>()) * Tile::kM;
+}
+
 // Rows of the boxes in which one CTA loads B.
 template <class Tile, bool kColumnsB>
 constexpr int kRowsOfB = (kColumnsB ? Tile::kK : Tile::kN) / Tile::kCtas;

@@ -45,15 +45,15 @@ class TicketDrawer {
 
  public:
   __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, bool all_drawn)
-      : tickets_(tickets), g_next_(g_next), all_drawn_(all_drawn), first_(!all_drawn) {}
+      : tickets_(tickets), g_next_(g_next), all_drawn_(all_drawn) {}
 
   // The next tile; tiles() or more: there is none, and it is not to be called again. To be called as late as may be: who draws
   // ahead takes tiles that others could begin sooner.
   template <class Tiles>
   __device__ __forceinline__ unsigned draw(const Tiles& tiles) {
     if constexpr (kCtas == 1) {
-      const unsigned tile = next(tiles());
       const TicketPlace place = tickets_.drawn[0];
+      const unsigned tile = next(place.count == 0, tiles());
       mbarrier_wait(shared_address(&tickets_.empty[place.slot()]), place.parity() ^ 1);
       tickets_.tile[place.slot()] = tile;
       mbarrier_arrive(shared_address(&tickets_.full[place.slot()]));
@@ -68,7 +68,7 @@ class TicketDrawer {
       const uint32_t s_empty = shared_address(&tickets_.empty[slot]);
       unsigned tile;
       if (is_first && cluster_rank() == 0) {
-        tile = next(tiles());
+        tile = next(place.count == 0, tiles());
         mbarrier_wait(s_empty, place.parity() ^ 1);  // all have seen the number that was there
         mbarrier_arrive_expect_bytes(s_full, sizeof(tile));
 #pragma unroll
@@ -86,17 +86,14 @@ class TicketDrawer {
   }
 
  private:
-  __device__ __forceinline__ unsigned next(unsigned tiles) {
+  __device__ __forceinline__ unsigned next(bool first, unsigned tiles) {
     const unsigned clusters = ctas_of_grid() / kCtas, given = all_drawn_ ? 0 : clusters;
-    const unsigned tile = first_ ? cta_of_grid() / kCtas : given + atomicInc(g_next_, clusters + tiles - given - 1);
-    first_ = false;
-    return tile;
+    return first && !all_drawn_ ? cta_of_grid() / kCtas : given + atomicInc(g_next_, clusters + tiles - given - 1);
   }
 
   Tickets& tickets_;
   unsigned* g_next_;
   bool all_drawn_;  // else every cluster has a first tile of its own
-  bool first_;
 };
 
 template <int kCtas>

@@ -72,19 +72,19 @@ struct BackwardTurns {
     const auto anew = [&] { return BackwardTurns{forget_object(work)}; };
     const BackwardTurnsList::Turn turn = anew().work.turns.at(ticket);
     if (turn.is_scores) {
-      const ScorePlace at = anew().scores().place(turn.tile);
-      if (scores().all_hidden(at)) return;
+      const ScorePlace at = anew().scores().cluster_place(turn.tile);
+      if (at.hidden) return;
       const BackwardTurnsParams& p = forget_object(work.p);
       const unsigned places = static_cast<unsigned>(p.scores.places) / static_cast<unsigned>(p.gradients.group);
       if (loader.loads_a() && turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients * Tile::kCtas);
       anew().scores().load_first(loader, work.score_maps, at);
       anew().scores().load_second(loader, work.score_maps, turn.tile);
     } else {
-      const auto place = [&] { return anew().gradients().place(forget(turn.tile), anew().first_matrix(forget(turn.head))); };
-      if (place().all_steps == 0) return;
+      const auto at = anew().gradients().place(turn.tile, anew().first_matrix(turn.head));
+      if (at.all_steps == 0) return;
       if (loader.loads_a()) wait_until(scores_done(turn.head), work.turns.scores * 4 * Tile::kConsumers * Tile::kCtas);
       unsigned head = 0;
-      while (anew().gradients().load(loader, work.gradient_maps, place(), head)) ++head;
+      while (anew().gradients().load(loader, work.gradient_maps, at, head)) ++head;
     }
   }
   static __device__ __forceinline__ void wait_until(const unsigned* g_counter, unsigned count) {
@@ -100,7 +100,7 @@ struct BackwardTurns {
       __syncwarp();  // every lane has written
       if (threadIdx.x % 32 == 0) count_released(scores_done(forget(turn.tile) / work.turns.scores));
     } else {
-      const auto at = gradients().place(turn.tile, first_matrix(turn.head));
+      const auto at = gradients().own_place(turn.tile, first_matrix(turn.head));
       float product[Tile::kN / 2];
       gradients().multiply(multiplier, at, product);
       if (threadIdx.x == 0) count_relaxed(gradients_done(at.n / static_cast<unsigned>(work.p.gradients.group)));

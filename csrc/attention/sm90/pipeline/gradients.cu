@@ -20,17 +20,18 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
   const Gradients<Tile> work = {params, list};
   const auto load = [&](StepLoader<Tile>& loader, unsigned tile) {
-    if (work.place(tile, params.slice.batch_begin).all_steps == 0) return;
+    const auto at = work.place(tile, params.slice.batch_begin);
+    if (at.all_steps == 0) return;
     unsigned head = 0;
-    while (work.load(loader, maps, work.place(forget(tile), params.slice.batch_begin), head)) ++head;
+    while (work.load(loader, maps, at, head)) ++head;
   };
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) {
-    const auto at = work.place(tile, params.slice.batch_begin);
+    const auto at = work.own_place(tile, params.slice.batch_begin);
     float product[Tile::kN / 2];
     work.multiply(multiplier, at, product);
     work.write(at, row, product, s_strip);
   };
-  run_by_tickets<Tile>(shared, params.ticket, [&] { return list.all(); }, false, load, multiply);
+  run_by_tickets<Tile>(shared, params.ticket, [&] { return forget_object(list).all(); }, false, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif

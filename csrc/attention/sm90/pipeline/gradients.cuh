@@ -32,7 +32,16 @@ struct Gradients {
   __device__ __forceinline__ unsigned heads() const { return list.heads(); }
   // Of a list of the slice's matrices from `batch_begin` on.
   __device__ __forceinline__ Place place(unsigned tile, int64_t batch_begin) const {
-    return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin, cta_of_cluster<Tile>());
+    return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin);
+  }
+  // What this CTA multiplies of it.
+  __device__ __forceinline__ Place own_place(unsigned tile, int64_t batch_begin) const {
+    if constexpr (Tile::kCtas == 1) {
+      return place(tile, batch_begin);
+    } else {
+      return list.own_place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin,
+                            static_cast<int>(cta_of_cluster<Tile>()));
+    }
   }
 
   // The operands of the cluster's steps of one query head, at least one; whether there are those of another.
@@ -40,7 +49,7 @@ struct Gradients {
     TensorPosition &a = loader.shared().a, &b = loader.shared().b;
     const unsigned matrix = (at.n - static_cast<unsigned>(p.slice.batch_begin)) % forget(static_cast<unsigned>(p.places));
     if (at.of == kGradQuery) {
-      if (loader.loads_a()) a = {{0, at.m, static_cast<int>(matrix), 0, 0}};
+      if (loader.loads_a()) a = {{0, first_row_of_cta<Tile>(at.m), static_cast<int>(matrix), 0, 0}};
       if (loader.loads_b()) {
         b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
         set_batch(b, p.batch, p.key, at.n);
@@ -51,7 +60,7 @@ struct Gradients {
     const bool is_value = at.of == kGradValue;
     const CUtensorMap& map_a = is_value ? maps.probabilities : maps.score_grad;
     const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
-    if (loader.loads_a()) a = {{at.m, at.k_begin, static_cast<int>(matrix + head), 0, 0}};
+    if (loader.loads_a()) a = {{first_row_of_cta<Tile>(at.m), at.k_begin, static_cast<int>(matrix + head), 0, 0}};
     if (loader.loads_b()) {
       b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
       set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);

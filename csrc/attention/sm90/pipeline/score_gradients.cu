@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const auto load = [&](StepLoader<Tile>& loader) {
 #pragma unroll 1
     for (unsigned tile = cta_of_grid() / Tile::kCtas; tile < end(); tile += ctas_of_grid() / Tile::kCtas) {
-      const ScorePlace at = work.place(tile);
-      if (work.all_hidden(at)) continue;
+      const ScorePlace at = work.cluster_place(tile);
+      if (at.hidden) continue;
       work.load_first(loader, maps, at);
       work.load_second(loader, maps, tile);
     }

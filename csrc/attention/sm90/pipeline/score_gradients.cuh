@@ -37,18 +37,21 @@ struct ScoreGradients {
   const ScoreTiles<Tile, true>& tiles;
 
   static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
-  // This CTA's own tile; one that does not exist is hidden.
+  // Of a cluster: of its first CTA's tile, hidden if it is from all of the cluster's rows.
+  __device__ __forceinline__ ScorePlace cluster_place(unsigned tile) const {
+    TileIndex index = tiles.at(tile);
+    index.m *= Tile::kCtas;
+    ScorePlace at = score_place<Tile, uint32_t>(p.slice, p.sequence, index);
+    if constexpr (Tile::kCtas > 1) at.hidden = at.col >= at.range.end_of_tile(at.row, Tile::kClusterM);
+    return at;
+  }
+  // Of this CTA's own tile; one that does not exist is hidden.
   __device__ __forceinline__ ScorePlace place(unsigned tile) const {
     TileIndex index = tiles.at(tile);
-    if constexpr (Tile::kCtas > 1) index.m = index.m * Tile::kCtas + static_cast<int>(cta_of_cluster<Tile>());
+    index.m = index.m * Tile::kCtas + static_cast<int>(cta_of_cluster<Tile>());
     ScorePlace at = score_place<Tile, uint32_t>(p.slice, p.sequence, index);
     if (Tile::kCtas > 1 && at.rows <= 0) at.hidden = true;
     return at;
-  }
-  // Whether all of the cluster's rows are.
-  static __device__ __forceinline__ bool all_hidden(const ScorePlace& at) {
-    if constexpr (Tile::kCtas == 1) return at.hidden;
-    return at.col >= at.range.end_of_tile(at.row - static_cast<int>(cta_of_cluster<Tile>()) * Tile::kM, Tile::kClusterM);
   }
 
   // The operands of both products, one after the other, of a tile of which some row of the cluster sees some key. Positions are kept
@@ -57,14 +60,14 @@ struct ScoreGradients {
     load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
   }
   __device__ __forceinline__ void load_second(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, unsigned tile) const {
-    load_product(loader, place(forget(tile)), p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
+    load_product(loader, cluster_place(forget(tile)), p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
   }
   __device__ __forceinline__ void load_product(StepLoader<Tile>& loader, const ScorePlace& at, const int64_t& width,
                                                const CUtensorMap& map_a, const MatrixView& view_a, const CUtensorMap& map_b,
                                                const MatrixView& view_b) const {
     TensorPosition &a = loader.shared().a, &b = loader.shared().b;
     if (loader.loads_a()) {
-      a = {{0, at.row, 0, 0, 0}};
+      a = {{0, first_row_of_cta<Tile>(at.row), 0, 0, 0}};
       set_batch(a, p.batch, view_a, static_cast<uint32_t>(at.n));
     }
     keep_order();  // one after the other: what they read takes registers
@@ -90,7 +93,7 @@ struct ScoreGradients {
     {
       const ScorePlace at = place(tile);
       if (at.hidden) {
-        if (Tile::kCtas > 1 && !all_hidden(at)) multiplier.skip(steps_of(p.E) + steps_of(p.Ev));
+        if (Tile::kCtas > 1 && !cluster_place(tile).hidden) multiplier.skip(steps_of(p.E) + steps_of(p.Ev));
         return false;
       }
       const Rows rows = fetch(at, row);
