@@ -272,7 +272,7 @@ template <class Tile, size_t kSharedBytes = sizeof(typename Tile::Shared), class
 cudaError_t launch_persistent(void (*kernel)(Parameters...), int64_t tiles, cudaStream_t stream,
                               const Parameters&... parameters) {
   static_assert(kSharedBytes <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
-  const int64_t clusters = current_device_info().sms / Tile::kCtas;
+  const int64_t clusters = std::max<int64_t>(current_device_info().sms / Tile::kCtas, 1);
   const LaunchShape shape = {(tiles < clusters ? tiles : clusters) * Tile::kCtas, Tile::kThreads, kSharedBytes, Tile::kCtas};
   return launch_kernel(kernel, shape, stream, parameters...);
 }

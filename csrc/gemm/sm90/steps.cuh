@@ -11,6 +11,8 @@
 // (StepMultiplier::skip): what B holds there does not reach its sums.
 #pragma once
 
+#include <cstddef>
+
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
@@ -63,15 +65,14 @@ class StepLoader {
     using T = typename Tile::T;
     if constexpr (Tile::kLoaders == 2) {
       static_assert(Tile::kTerms == 1, "of one term each");
-      typename Tile::Stage& stage = shared_.stage[0];
+      using Stage = typename Tile::Stage;
       if (loads_a()) {
-        load_operand<kColumnsA, kBlocksA, Tile::kM / 64>(map_a, a, steps, shared_address(stage.a[0]), sizeof(stage.a));
+        load_operand<kColumnsA, kBlocksA, Tile::kM / 64>(map_a, a, steps, offsetof(Stage, a), sizeof(Stage::a));
       } else {
         constexpr int kRows = kRowsOfB<Tile, kColumnsB>;
-        const unsigned cta = cta_of_cluster<Tile>();
-        b.at[1] += static_cast<int>(cta) * kRows;
+        b.at[1] += static_cast<int>(cta_of_cluster<Tile>()) * kRows;
         load_operand<kColumnsB, false, Tile::kN / 64, Tile::kCtas>(
-            map_b, b, steps, shared_address(stage.b[0]) + cta * kRows * 128, sizeof(stage.b));
+            map_b, b, steps, offsetof(Stage, b) + cta_of_cluster<Tile>() * kRows * 128, sizeof(Stage::b));
       }
     } else {
 #pragma unroll 1
@@ -93,17 +94,18 @@ class StepLoader {
   }
 
  private:
-  // The steps of one operand, `bytes` each of all CTAs that load it, where the first stage has this one's part.
+  // The steps of one operand, `bytes` each of all CTAs that load it, to `place` in their stages.
   template <bool kColumns, bool kBlocks, int kBoxes, int kCtas = 1>
-  __device__ __forceinline__ void load_operand(const CUtensorMap& map, TensorPosition& at, int steps, uint32_t s_first,
+  __device__ __forceinline__ void load_operand(const CUtensorMap& map, TensorPosition& at, int steps, uint32_t place,
                                                uint32_t bytes) {
+    using Shared = typename Tile::Shared;
+    const uint32_t s_shared = forget(shared_address(&shared_));  // the one address that is held in a register
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
-      mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
-      const uint32_t full = shared_address(&shared_.full[ring_.slot]);
+      mbarrier_wait(s_shared + offsetof(Shared, empty) + ring_.slot * sizeof(uint64_t), ring_.parity ^ 1);
+      const uint32_t full = s_shared + offsetof(Shared, full) + ring_.slot * sizeof(uint64_t);
       mbarrier_arrive_expect_bytes(full, bytes);
-      load_boxes<kColumns, kBlocks, kBoxes, kCtas>(s_first + ring_.slot * static_cast<uint32_t>(sizeof(typename Tile::Stage)),
-                                                   map, at, full);
+      load_boxes<kColumns, kBlocks, kBoxes, kCtas>(s_shared + ring_.slot * sizeof(typename Tile::Stage) + place, map, at, full);
       step<kColumns, kBlocks>(at);
       ring_.advance();
     }

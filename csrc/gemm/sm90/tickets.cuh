@@ -4,6 +4,8 @@
 // the four bytes.
 #pragma once
 
+#include <cstddef>
+
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
@@ -61,11 +63,14 @@ class TicketDrawer {
       return tile;
     } else {
       const bool is_first = StepLoader<Tile>::loads_a();
-      const TicketPlace place = tickets_.drawn[is_first ? 0 : 1];
-      tickets_.drawn[is_first ? 0 : 1] = {place.count + 1};
-      const unsigned slot = place.slot();
-      const uint32_t s_tile = shared_address(&tickets_.tile[slot]), s_full = shared_address(&tickets_.full[slot]);
-      const uint32_t s_empty = shared_address(&tickets_.empty[slot]);
+      // All from one 32-bit address, which is found anew: others would be held in registers from tile to tile.
+      const uint32_t s_tickets = forget(shared_address(&tickets_));
+      const uint32_t s_drawn = s_tickets + offsetof(Tickets, drawn) + (is_first ? 0 : sizeof(TicketPlace));
+      const TicketPlace place = {load_shared_word(s_drawn)};
+      store_shared_word(s_drawn, place.count + 1);
+      const uint32_t s_tile = s_tickets + offsetof(Tickets, tile) + place.slot() * sizeof(unsigned);
+      const uint32_t s_full = s_tickets + offsetof(Tickets, full) + place.slot() * sizeof(uint64_t);
+      const uint32_t s_empty = s_tickets + offsetof(Tickets, empty) + place.slot() * sizeof(uint64_t);
       unsigned tile;
       if (is_first && cluster_rank() == 0) {
         tile = next(place.count == 0, tiles());
@@ -78,7 +83,7 @@ class TicketDrawer {
       } else {
         if (is_first) mbarrier_arrive_expect_bytes(s_full, sizeof(tile));
         mbarrier_wait(s_full, place.parity());
-        tile = *static_cast<volatile unsigned*>(&tickets_.tile[slot]);
+        tile = load_shared_word(s_tile);
         mbarrier_arrive_in_cluster(address_in_cluster(s_empty, 0));
       }
       return tile;
