@@ -49,7 +49,9 @@ constexpr int kRowsOfB = (kColumnsB ? Tile::kK : Tile::kN) / Tile::kCtas;
 template <class Tile>
 class StepLoader {
  public:
-  __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {}
+  __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {
+    if constexpr (Tile::kLoaders == 2) shared.next[loads_a() ? 0 : 1] = {};
+  }
 
   __device__ __forceinline__ typename Tile::Shared& shared() const { return shared_; }
   // Whether this thread loads A, and B: of what it does not load it needs no position.
@@ -100,15 +102,18 @@ class StepLoader {
                                                uint32_t bytes) {
     using Shared = typename Tile::Shared;
     const uint32_t s_shared = forget(shared_address(&shared_));  // the one address that is held in a register
+    RingPlace<Tile::kStages>& kept = shared_.next[kCtas > 1 ? 1 : 0];
+    RingPlace<Tile::kStages> ring = kept;
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
-      mbarrier_wait(s_shared + offsetof(Shared, empty) + ring_.slot * sizeof(uint64_t), ring_.parity ^ 1);
-      const uint32_t full = s_shared + offsetof(Shared, full) + ring_.slot * sizeof(uint64_t);
+      mbarrier_wait(s_shared + offsetof(Shared, empty) + ring.slot * sizeof(uint64_t), ring.parity ^ 1);
+      const uint32_t full = s_shared + offsetof(Shared, full) + ring.slot * sizeof(uint64_t);
       mbarrier_arrive_expect_bytes(full, bytes);
-      load_boxes<kColumns, kBlocks, kBoxes, kCtas>(s_shared + ring_.slot * sizeof(typename Tile::Stage) + place, map, at, full);
+      load_boxes<kColumns, kBlocks, kBoxes, kCtas>(s_shared + ring.slot * sizeof(typename Tile::Stage) + place, map, at, full);
       step<kColumns, kBlocks>(at);
-      ring_.advance();
+      ring.advance();
     }
+    kept = ring;
   }
   // kColumns: `boxes` boxes of 64 rows of k, next to each other; else one box of boxes * 64 rows. Of several CTAs: a part of each.
   template <bool kColumns, bool kBlocks, int kBoxes, int kCtas = 1>

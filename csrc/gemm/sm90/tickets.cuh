@@ -46,25 +46,26 @@ class TicketDrawer {
   static constexpr int kCtas = Tile::kCtas;
 
  public:
-  __device__ __forceinline__ TicketDrawer(Tickets& tickets, unsigned* g_next, bool all_drawn)
-      : tickets_(tickets), g_next_(g_next), all_drawn_(all_drawn) {}
+  __device__ __forceinline__ TicketDrawer(SharedWithTickets<Tile>& shared, unsigned* g_next, bool all_drawn)
+      : shared_(shared), g_next_(g_next), all_drawn_(all_drawn) {}
 
   // The next tile; tiles() or more: there is none, and it is not to be called again. To be called as late as may be: who draws
   // ahead takes tiles that others could begin sooner.
   template <class Tiles>
   __device__ __forceinline__ unsigned draw(const Tiles& tiles) {
     if constexpr (kCtas == 1) {
-      const TicketPlace place = tickets_.drawn[0];
+      Tickets& tickets = shared_.tickets;
+      const TicketPlace place = tickets.drawn[0];
       const unsigned tile = next(place.count == 0, tiles());
-      mbarrier_wait(shared_address(&tickets_.empty[place.slot()]), place.parity() ^ 1);
-      tickets_.tile[place.slot()] = tile;
-      mbarrier_arrive(shared_address(&tickets_.full[place.slot()]));
-      tickets_.drawn[0] = {place.count + 1};
+      mbarrier_wait(shared_address(&tickets.empty[place.slot()]), place.parity() ^ 1);
+      tickets.tile[place.slot()] = tile;
+      mbarrier_arrive(shared_address(&tickets.full[place.slot()]));
+      tickets.drawn[0] = {place.count + 1};
       return tile;
     } else {
       const bool is_first = StepLoader<Tile>::loads_a();
-      // All from one 32-bit address, which is found anew: others would be held in registers from tile to tile.
-      const uint32_t s_tickets = forget(shared_address(&tickets_));
+      // From the one address that is held anyway.
+      const uint32_t s_tickets = forget(shared_address(&shared_)) + offsetof(SharedWithTickets<Tile>, tickets);
       const uint32_t s_drawn = s_tickets + offsetof(Tickets, drawn) + (is_first ? 0 : sizeof(TicketPlace));
       const TicketPlace place = {load_shared_word(s_drawn)};
       store_shared_word(s_drawn, place.count + 1);
@@ -96,7 +97,7 @@ class TicketDrawer {
     return first && !all_drawn_ ? cta_of_grid() / kCtas : given + atomicInc(g_next_, clusters + tiles - given - 1);
   }
 
-  Tickets& tickets_;
+  SharedWithTickets<Tile>& shared_;
   unsigned* g_next_;
   bool all_drawn_;  // else every cluster has a first tile of its own
 };
@@ -141,7 +142,7 @@ __device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile>& shared, 
   run_warpgroups<Tile>(
       shared.tile,
       [&](StepLoader<Tile>& loader) {
-        TicketDrawer<Tile> drawer(tickets, g_next, all_drawn);
+        TicketDrawer<Tile> drawer(shared, g_next, all_drawn);
 #pragma unroll 1
         for (unsigned tile = drawer.draw(tiles); tile < tiles(); tile = drawer.draw(tiles)) load(loader, tile);
       },

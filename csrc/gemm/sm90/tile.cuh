@@ -5,6 +5,7 @@
 
 #include "device/common/types.cuh"
 #include "device/sm80/cp_async.cuh"
+#include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 
 namespace attention_ext {
@@ -41,7 +42,9 @@ struct WgmmaTile {
     alignas(1024) T strip[4 * kConsumers][kStripRows * kStripCols];  // swizzled as the operands are
     uint64_t full[kStages];                                          // TMA arrives with a stage's bytes; the consumers wait
     uint64_t empty[kStages];  // the consumers' 8 warps arrive, of all CTAs of the cluster; the producer waits
-    TensorPosition a, b;      // of boxes, for the threads that load where they have no registers for them
+    // For threads that load and have no registers for them: positions of boxes; of two threads, what each loads next.
+    TensorPosition a, b;
+    RingPlace<kStages> next[2];
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 

@@ -68,23 +68,31 @@ struct BackwardTurns {
   __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * work.p.gradients.group; }
 
   __device__ __forceinline__ void load(StepLoader<Tile>& loader, unsigned ticket) const {
-    // Params are read anew for each thing that takes divisions, and operands' maps not at all: there are no registers for them.
+    // A thread that loads has registers for the ticket. What follows from it, and params, it finds anew for each thing that it does.
     const auto anew = [&] { return BackwardTurns{forget_object(work)}; };
-    const BackwardTurnsList::Turn turn = anew().work.turns.at(ticket);
-    if (turn.is_scores) {
-      const ScorePlace at = anew().scores().cluster_place(turn.tile);
+    const auto turn = [&] { return anew().work.turns.at(forget(ticket)); };
+    if (loader.loads_a()) anew().wait(turn());
+    if (turn().is_scores) {
+      const ScorePlace at = anew().scores().cluster_place(turn().tile);
       if (at.hidden) return;
-      const BackwardTurnsParams& p = forget_object(work.p);
-      const unsigned places = static_cast<unsigned>(p.scores.places) / static_cast<unsigned>(p.gradients.group);
-      if (loader.loads_a() && turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients * Tile::kCtas);
       anew().scores().load_first(loader, work.score_maps, at);
-      anew().scores().load_second(loader, work.score_maps, turn.tile);
+      anew().scores().load_second(loader, work.score_maps, turn().tile);
+      return;
+    }
+#pragma unroll 1
+    for (unsigned query_head = 0;; ++query_head) {
+      const BackwardTurnsList::Turn now = turn();
+      const auto at = anew().gradients().place(now.tile, anew().first_matrix(now.head));
+      if (at.all_steps == 0 || !anew().gradients().load(loader, work.gradient_maps, at, query_head)) return;
+    }
+  }
+  // For what the tile may not touch earlier.
+  __device__ __forceinline__ void wait(const BackwardTurnsList::Turn& turn) const {
+    if (turn.is_scores) {
+      const unsigned places = static_cast<unsigned>(work.p.scores.places) / static_cast<unsigned>(work.p.gradients.group);
+      if (turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients * Tile::kCtas);
     } else {
-      const auto at = anew().gradients().place(turn.tile, anew().first_matrix(turn.head));
-      if (at.all_steps == 0) return;
-      if (loader.loads_a()) wait_until(scores_done(turn.head), work.turns.scores * 4 * Tile::kConsumers * Tile::kCtas);
-      unsigned head = 0;
-      while (anew().gradients().load(loader, work.gradient_maps, at, head)) ++head;
+      wait_until(scores_done(turn.head), work.turns.scores * 4 * Tile::kConsumers * Tile::kCtas);
     }
   }
   static __device__ __forceinline__ void wait_until(const unsigned* g_counter, unsigned count) {
@@ -142,7 +150,10 @@ cudaError_t launch_tile(const BackwardTurnsParams& params, cudaStream_t stream) 
   cudaError_t status = make_score_gradients_maps<Tile>(work.score_maps, params.scores);
   if (status == cudaSuccess) status = make_gradients_maps<Tile>(work.gradient_maps, gradients);
   if (status != cudaSuccess) return status;
-  const auto kernel = modified(params.scores) ? backward_turns_kernel<Tile, true> : backward_turns_kernel<Tile, false>;
+  auto kernel = backward_turns_kernel<Tile, false>;
+  if constexpr (Tile::kCtas == 1) {
+    if (modified(params.scores)) kernel = backward_turns_kernel<Tile, true>;
+  }
   return launch_persistent<Tile, sizeof(SharedWithTickets<Tile>)>(kernel, turns.all(), stream, work);
 }
 
@@ -151,8 +162,9 @@ cudaError_t launch_tile(const BackwardTurnsParams& params, cudaStream_t stream) 
 cudaError_t launch_backward_turns(const BackwardTurnsParams& params, cudaStream_t stream) {
   return dispatch_half_type(params.scores.type, [&](auto element) {
     using T = decltype(element);
-    return params.scores.pairs ? launch_tile<ScoreGradientsTile<T, 2>>(params, stream)
-                               : launch_tile<ScoreGradientsTile<T, 1>>(params, stream);
+    // With a mask or dropout a pair's tile of scores would not have the registers.
+    return params.scores.pairs && !modified(params.scores) ? launch_tile<ScoreGradientsTile<T, 2>>(params, stream)
+                                                           : launch_tile<ScoreGradientsTile<T, 1>>(params, stream);
   });
 }
 

@@ -45,7 +45,8 @@ struct Gradients {
   }
 
   // The operands of the cluster's steps of one query head, at least one; whether there are those of another.
-  __device__ __forceinline__ bool load(StepLoader<Tile>& loader, const GradientsMaps& maps, const Place& at, unsigned head) const {
+  __device__ __forceinline__ bool load(StepLoader<Tile>& loader, const GradientsMaps& maps, const Place& at,
+                                       unsigned head) const {
     TensorPosition &a = loader.shared().a, &b = loader.shared().b;
     const unsigned matrix = (at.n - static_cast<unsigned>(p.slice.batch_begin)) % forget(static_cast<unsigned>(p.places));
     if (at.of == kGradQuery) {

@@ -13,7 +13,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   const ScoreGradients<Tile, kModified> work = {params, tiles};
-  const auto end = [&] { return static_cast<unsigned>(forget_object(params).slice.batch_count) * forget_object(tiles).of_matrix(); };
+  const auto end = [&] {
+    return static_cast<unsigned>(forget_object(params).slice.batch_count) * forget_object(tiles).of_matrix();
+  };
   const auto load = [&](StepLoader<Tile>& loader) {
 #pragma unroll 1
     for (unsigned tile = cta_of_grid() / Tile::kCtas; tile < end(); tile += ctas_of_grid() / Tile::kCtas) {

@@ -56,7 +56,8 @@ struct ScoreGradients {
 
   // The operands of both products, one after the other, of a tile of which some row of the cluster sees some key. Positions are kept
   // in shared memory, and the second finds the tile's place anew: there are no registers for them.
-  __device__ __forceinline__ void load_first(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, const ScorePlace& at) const {
+  __device__ __forceinline__ void load_first(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps,
+                                             const ScorePlace& at) const {
     load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
   }
   __device__ __forceinline__ void load_second(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, unsigned tile) const {
