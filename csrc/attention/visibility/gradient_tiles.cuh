@@ -14,8 +14,8 @@
 
 namespace attention_ext {
 
-// Tile: kM by kN results, kK of the sum a step. The CTAs of a cluster take tiles below each other, which the list counts as one, and
-// go through the same steps: those that any of them needs.
+// Tile: kM by kN results, kK of the sum a step. The CTAs of a cluster take tiles below each other, which the list counts as
+// one, and go through the same steps: those that any of them needs.
 template <class Tile>
 struct GradientTiles {
   struct Index {

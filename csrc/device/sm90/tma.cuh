@@ -23,7 +23,8 @@ __device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map,
       : "memory");
 }
 
-// The same box to the same place in the CTAs of a cluster, a bit of `ctas` each; in each the barrier in that place counts its bytes.
+// The same box to the same place in the CTAs of a cluster, a bit of `ctas` each; in each the barrier in that place counts its
+// bytes.
 __device__ __forceinline__ void tma_load_multicast(uint32_t s_dst, const CUtensorMap* map, const TensorPosition& box,
                                                    uint32_t barrier, uint16_t ctas) {
   asm volatile(

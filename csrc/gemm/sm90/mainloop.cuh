@@ -221,7 +221,8 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
   if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
 }
 
-// A kernel of Tile::kThreads: load() in one thread or Tile::kLoaders, multiply(consumer) in each of the two warpgroups, each with its registers.
+// A kernel of Tile::kThreads: load() in one thread or Tile::kLoaders, multiply(consumer) in each of the two warpgroups, each
+// with its registers.
 template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void split_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know

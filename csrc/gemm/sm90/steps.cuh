@@ -272,8 +272,9 @@ class StepMultiplier {
   bool leads_;
 };
 
-// A kernel of Tile::kThreads: load(loader) in Tile::kLoaders threads, multiply(multiplier, s_strip, row) in the two warpgroups, each with its
-// registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
+// A kernel of Tile::kThreads: load(loader) in Tile::kLoaders threads, multiply(multiplier, s_strip, row) in the two warpgroups,
+// each with its registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row`
+// and `row` + 8.
 template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
   split_warpgroups<Tile>(

@@ -130,9 +130,9 @@ class TicketReader {
   TicketPlace place_;
 };
 
-// run_warpgroups (steps.cuh) over the tiles that a cluster takes: load(loader, tile), multiply(multiplier, tile, s_strip, row). g_next
-// is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a cluster's from the beginning, so that
-// whoever holds one runs, and a tile may wait for one with a lower number. tiles(): how many there are.
+// run_warpgroups (steps.cuh) over the tiles that a cluster takes: load(loader, tile), multiply(multiplier, tile, s_strip, row).
+// g_next is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a cluster's from the
+// beginning, so that whoever holds one runs, and a tile may wait for one with a lower number. tiles(): how many there are.
 template <class Tile, class Tiles, class Load, class Multiply>
 __device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile>& shared, unsigned* g_next, Tiles tiles, bool all_drawn,
                                                Load load, Multiply multiply) {

@@ -68,7 +68,8 @@ struct BackwardTurns {
   __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * work.p.gradients.group; }
 
   __device__ __forceinline__ void load(StepLoader<Tile>& loader, unsigned ticket) const {
-    // A thread that loads has registers for the ticket. What follows from it, and params, it finds anew for each thing that it does.
+    // A thread that loads has registers for the ticket. What follows from it, and params, it finds anew for each thing that it
+    // does.
     const auto anew = [&] { return BackwardTurns{forget_object(work)}; };
     const auto turn = [&] { return anew().work.turns.at(forget(ticket)); };
     if (loader.loads_a()) anew().wait(turn());

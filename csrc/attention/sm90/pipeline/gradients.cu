@@ -2,7 +2,8 @@
 //
 // Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first. A CTA takes the
 // next one when it is free.
-// Grid: persistent CTAs, one an SM, alone or in clusters of two; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 232 a consumer thread.
+// Grid: persistent CTAs, one an SM, alone or in clusters of two; 384 threads. Shared memory: WgmmaTile::Shared, Tickets.
+// Registers: 232 a consumer thread.
 #include "attention/sm90/pipeline/gradients.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"

@@ -1,6 +1,7 @@
 // Backward by wgmma (Hopper), first kernel of a slice: P and dS (score_gradients.cuh).
 //
-// Grid: persistent CTAs, one an SM, alone or in clusters of two; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 240 a consumer thread.
+// Grid: persistent CTAs, one an SM, alone or in clusters of two; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 240
+// a consumer thread.
 #include "attention/sm90/pipeline/score_gradients.cuh"
 
 namespace attention_ext {

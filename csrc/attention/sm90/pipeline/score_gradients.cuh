@@ -54,8 +54,8 @@ struct ScoreGradients {
     return at;
   }
 
-  // The operands of both products, one after the other, of a tile of which some row of the cluster sees some key. Positions are kept
-  // in shared memory, and the second finds the tile's place anew: there are no registers for them.
+  // The operands of both products, one after the other, of a tile of which some row of the cluster sees some key. Positions are
+  // kept in shared memory, and the second finds the tile's place anew: there are no registers for them.
   __device__ __forceinline__ void load_first(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps,
                                              const ScorePlace& at) const {
     load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
