@@ -10,6 +10,7 @@
 
 #include "core/arithmetic.h"
 #include "core/slice.h"
+#include "plan/slices.h"
 
 namespace attention_ext {
 

@@ -29,7 +29,7 @@ def test_philox_known_answers() -> None:
     known = [
         ((0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
         ((ones,) * 4, (ones, ones), (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
-        (pi, (0xA4093822, 0x299F31D0), (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+        (pi, (0xA4093822, 0x299F31D0), (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
     ]
     for counter, key, want in known:
         got = reference.philox4x32(tuple(torch.tensor(c) for c in counter), key)

@@ -88,8 +88,8 @@ def backwards(kernel: Kernel, dtype: torch.dtype, E: int) -> list[str]:
     if kernel.device == "cpu":
         return ["reference"]
     hopper = torch.cuda.get_device_capability() == (9, 0)
-    of_halves = ["sm90_pipeline", *["sm90_256"] * (E <= 256)]
-    return ["pipeline", *([] if not hopper else ["sm90_split_half"] if dtype == torch.float32 else of_halves)]
+    fast = {torch.float32: ["sm90_split_half"], torch.float64: []}.get(dtype, ["sm90_pipeline", *["sm90_256"] * (E <= 256)])
+    return ["pipeline", *(fast if hopper else [])]
 
 
 def check_what_is_kept(kernel: Kernel, dtype: torch.dtype, L: int, S: int, E: int, heads: tuple[int, ...]) -> None:
