@@ -61,10 +61,10 @@ def test_narrow_heads_cost_less() -> None:
 
 
 def test_narrow_heads_need_no_scores_in_memory() -> None:
-    """They cost less than half as much then, as with dropout they are; a mask's gradient takes it if it is of whole matrices."""
+    """With dropout they are, at a higher cost; a mask's gradient does without if the mask is of whole matrices."""
     facts = {"N": 64, "L": 2048, "S": 2048, "E": 64, "Ev": 64}
     mask = {"mask": 3, "mask_grad": 1}
-    assert 2 * planned(**facts)[2] < planned(**facts, dropout=1)[2]
+    assert 3 * planned(**facts)[2] < 2 * planned(**facts, dropout=1)[2]
     assert planned(**facts, **mask, mask_rows=1)[2] < planned(**facts, **mask, mask_rows=0)[2]
 
 

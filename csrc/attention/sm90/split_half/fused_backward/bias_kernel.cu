@@ -80,6 +80,7 @@ __device__ __forceinline__ void for_each_bias_tile(const SplitHalfBiasGradParams
     next -= of_matrix;
   }
 }
+
 template <class Tile>
 __device__ __forceinline__ void load_matrices_of_mask(const SplitHalfBiasGradParams& p, const FusedBackwardMaps& maps,
                                                       typename Tile::Shared& shared) {

@@ -71,17 +71,22 @@ class RowGrads {
     if (lane() == 0) mbarrier_arrive(shared_address(&shared_.empty[ring_.slot]));
     ring_.advance();
   }
-  // Of the warpgroup's rows, and of a segment.
-  __device__ __forceinline__ int exponent_of(const int32_t* rows, const int32_t* keys, const RowTile& at, int segment) const {
-    const int64_t block = at.slice_index * blocks_of(p_.slice.row_count) + (at.row + consumer_ * 64) / kBackwardBlock;
-    return rows[block] + keys[at.key_matrix * blocks_of(p_.slice.col_count) + segment];
+  // Of the warpgroup's rows and a segment: of products for scores, for their gradients, and of the keys alone. Read before the
+  // products, as they would wait for it.
+  struct Exponents {
+    int scores, grads, keys;
+  };
+  __device__ __forceinline__ Exponents exponents_of(const RowTile& at, int segment) const {
+    const int64_t block = at.slice_index * blocks_of(p_.slice.row_count) + (at.row + consumer_ * 64) / kBackwardBlock,
+                  key_block = at.key_matrix * blocks_of(p_.slice.col_count) + segment;
+    const int keys = p_.key_exponents[key_block];
+    return {p_.query_exponents[block] + keys, p_.grad_out_exponents[block] + p_.value_exponents[key_block], keys};
   }
 
-  __device__ __forceinline__ ScoreFactor make_scores(const RowTile& at, int row, int segment, int open,
+  __device__ __forceinline__ ScoreFactor make_scores(const RowTile& at, int row, int segment, int open, int exponent,
                                                      float (&x)[kBackwardScores], float (&grads)[kBackwardScores],
                                                      float (&rest)[kBackwardScores]) {
     const int key = segment * kSegment, end_row = static_cast<int>(p_.slice.row_count);
-    const int exponent = exponent_of(p_.query_exponents, p_.key_exponents, at, segment);
     wait_stage();
     return make_row_scores<Tile, kMasked>(
         x, grads, rest, shared_.scores, shared_.grads, shared_.stage[ring_.slot], consumer_, p_.scale, exponent, at.range, row,
@@ -92,11 +97,11 @@ class RowGrads {
         });
   }
   // Ends the second one; returns the unit of the gradients.
-  __device__ __forceinline__ float end_grads(const RowTile& at, int segment, float (&grads)[kBackwardScores],
-                                             float (&rest)[kBackwardScores]) {
+  static __device__ __forceinline__ float end_grads(float (&grads)[kBackwardScores], float (&rest)[kBackwardScores],
+                                                    int exponent) {
     wgmma_wait<0>();
     end_scores<Tile::kE>(grads, rest);
-    return grads_unit(grads, exponent_of(p_.grad_out_exponents, p_.value_exponents, at, segment));
+    return grads_unit(grads, exponent);
   }
 
   // The first walk.
@@ -113,7 +118,8 @@ class RowGrads {
         continue;
       }
       float x[kBackwardScores], grads[kBackwardScores], rest[kBackwardScores];
-      const ScoreFactor factor = make_scores(at, row, segment, open, x, grads, rest);
+      const Exponents exponents = exponents_of(at, segment);
+      const ScoreFactor factor = make_scores(at, row, segment, open, exponents.scores, x, grads, rest);
       marked = marked || factor.too_large;
       bool single[2];
 #pragma unroll
@@ -146,7 +152,7 @@ class RowGrads {
         }
         rows[half].sum.add(sum);
       }
-      const float unit = end_grads(at, segment, grads, rest);
+      const float unit = end_grads(grads, rest, exponents.grads);
       release_stage();
       float of_segment = 0.0f;
 #pragma unroll
@@ -241,13 +247,13 @@ class RowGrads {
         continue;
       }
       float x[kBackwardScores], grads[kBackwardScores], rest[kBackwardScores];
-      const ScoreFactor factor = make_scores(at, row, segment, open, x, grads, rest);
+      const Exponents exponents = exponents_of(at, segment);
+      const ScoreFactor factor = make_scores(at, row, segment, open, exponents.scores, x, grads, rest);
 #pragma unroll
       for (int i = 0; i < kBackwardScores; ++i) {
         x[i] = exp2_approx(fmaf(x[i], factor.unit, offset[i / 2 % 2])) * inverse[i / 2 % 2];
       }
-      const float unit = end_grads(at, segment, grads, rest);
-      const int key_exponent = p_.key_exponents[at.key_matrix * blocks_of(p_.slice.col_count) + segment];
+      const float unit = end_grads(grads, rest, exponents.grads);
       float before[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -267,7 +273,7 @@ class RowGrads {
           x[i] *= scale.factor;
           x[i + 1] *= scale.factor;
         }
-        before[half] = powers[half].step(scale.exponent + key_exponent);
+        before[half] = powers[half].step(scale.exponent + exponents.keys);
       }
       uint32_t terms[2][kBackwardBlock / 4];
       make_terms(x, terms);
