@@ -20,7 +20,7 @@ PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "ke
 WGMMA_PRODUCTS = (
     *("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork"),
     *("score_gradients_kernel", "16gradients_kernel", "backward_turns_kernel", "large_lse_kernel"),
-    *("row_grad_kernel", "column_grads_kernel"),
+    *("row_grad_kernel", "column_grads_kernel", "mask_tiles_kernel"),
 )
 SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma
 SPLIT = "SplitHalfWgmmaTile"  # the tile of these: float operands as two half terms

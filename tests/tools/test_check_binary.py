@@ -31,6 +31,7 @@ def names() -> list[str]:
         "large_lse_kernel",
         "row_grad_kernel",
         "column_grads_kernel",
+        "mask_tiles_kernel",
     )
     halves = [f"_Z{kernel}I9WgmmaTileI{t}Lb0EEEEv" for kernel in products for t in HALF]
     split = (
