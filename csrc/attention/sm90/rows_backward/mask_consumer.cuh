@@ -3,8 +3,8 @@
 #pragma once
 
 #include "attention/sm90/rows_backward/mask_producer.cuh"
+#include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
-#include "device/common/random.cuh"
 
 namespace attention_ext {
 
@@ -190,21 +190,11 @@ class MaskConsumer {
 
   // Which elements of dP dropout keeps, a bit each.
   __device__ __forceinline__ void draw(const MaskTerm& term) {
-    const int64_t seed = *p_.dropout.seed;
-    float ones[kScores];
+    uint32_t kept[kScores / 32] = {};
+    visit_kept<kScores>(p_.dropout, term.n, term.row + own_row(), term.key,
+                        [&](int i, bool keeps) { kept[i / 32] |= (keeps ? 1u : 0u) << i % 32; });
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) ones[i] = 1.0f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      drop_fragment(ones, half, p_.dropout, seed, term.n, term.row + own_row() + 8 * half, term.key / 4);
-    }
-#pragma unroll
-    for (int part = 0; part < kScores / 32; ++part) {
-      uint32_t kept = 0;
-#pragma unroll
-      for (int i = 0; i < 32; ++i) kept |= (ones[part * 32 + i] != 0.0f ? 1u : 0u) << i;
-      shared_.kept[part][threadIdx.x] = kept;
-    }
+    for (int part = 0; part < kScores / 32; ++part) shared_.kept[part][threadIdx.x] = kept[part];
   }
 
   // x: products -> P times weight_scale.
