@@ -30,24 +30,23 @@ __device__ __forceinline__ void store_weights(const float (&weights)[Tile::kN / 
   }
 }
 
-// Dropout, a set of a thread's two rows and 16 keys at a time: next to the sums there are no registers for a block of scores.
+// Dropout, a row's share of a set at a time: next to the sums there are few registers, and a group's rows share no sets.
 template <class Tile>
 __device__ __forceinline__ void drop_weights(const Dropout& dropout, const FusedWork& work, int block, uint32_t s_weights,
                                              int row) {
 #pragma unroll 1
-  for (int key = 0; key < Tile::kN; key += 16) {
-    const auto pair_at = [&](int i) -> uint32_t& {  // of row i % 2, of the keys that are 8 * (i / 2) further
-      const uint32_t s_chunk = s_weights + weights_offset<Tile>(row + i % 2 * 8, key / 8 + i / 2);
+  for (int i = 0; i < Tile::kN / 8; ++i) {  // this thread's two rows in turn, 16 keys at a time
+    const int of = row + i % 2 * 8, key = i / 2 * 16;
+    const auto pair_at = [&](int chunk) -> uint32_t& {
+      const uint32_t s_chunk = s_weights + weights_offset<Tile>(of, key / 8 + chunk);
       return *static_cast<uint32_t*>(const_cast<void*>(shared_pointer(s_chunk + threadIdx.x % 4 * 4)));
     };
-    uint32_t pairs[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = pair_at(i);
-    visit_kept_of_tile<8>(dropout, work, row, block * Tile::kN + key, [&](int i, bool kept) {
-      if (!kept) pairs[i / 2] &= i % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
+    uint32_t kept[2] = {~0u, ~0u};
+    visit_kept_of_row<8>(0, dropout, work.head_of(of), work.query_of(of), block * Tile::kN + key, [&](int e, bool keep) {
+      if (!keep) kept[e / 4] &= e % 2 == 0 ? 0xffff0000u : 0x0000ffffu;
     });
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pair_at(i) = pairs[i];
+    for (int chunk = 0; chunk < 2; ++chunk) pair_at(chunk) &= kept[chunk];
   }
 }
 
