@@ -2,6 +2,8 @@
 //
 // For adjacent keys of a row, as most epilogues hold them, and for fragments as wgmma leaves them: this thread's x[i] are pairs of
 // adjacent keys, 8 keys apart, of two rows in turn: row i / 2 % 2, key i / 4 * 8 + i % 2 from the thread's first key on.
+//
+// Scale and a mask that is added are one multiply-add, however the mask is read, so bits do not depend on how it lies in memory.
 #pragma once
 
 #include <type_traits>
@@ -26,6 +28,9 @@ __device__ __forceinline__ void visit_mask(const MatrixView& mask, MaskType type
   }
 }
 
+// Whether there is a mask to add: then whoever reads it scales as well.
+__device__ __forceinline__ bool adds(MaskType type) { return type == MaskType::kSameAsQuery || type == MaskType::kFloat; }
+
 // Whether a mask's element leaves its key visible.
 template <class Stored>
 __device__ __forceinline__ bool mask_shows(Stored stored) {
@@ -36,9 +41,11 @@ __device__ __forceinline__ bool mask_shows(Stored stored) {
   }
 }
 
-// x += mask, or -inf where a bool mask is False, for the adjacent keys key, key + 1, .. below `end`; g_mask: key's element.
+// x -> x * scale + mask, or -inf where a bool mask is False, for the adjacent keys key, key + 1, .. below `end`; g_mask: key's
+// element.
 template <class Stored, class Acc, int kCount>
-__device__ __forceinline__ void add_mask(Acc (&x)[kCount], const Stored* g_mask, int64_t col_stride, int key, int end) {
+__device__ __forceinline__ void apply_mask(Acc (&x)[kCount], Acc scale, const Stored* g_mask, int64_t col_stride, int key,
+                                           int end) {
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
     if (key + e >= end) continue;
@@ -46,7 +53,7 @@ __device__ __forceinline__ void add_mask(Acc (&x)[kCount], const Stored* g_mask,
     if constexpr (std::is_same_v<Stored, uint8_t>) {
       if (!mask_shows(stored)) x[e] = negative_infinity(Acc(0));
     } else {
-      x[e] += static_cast<Acc>(to_accumulator(stored));
+      x[e] = fma(x[e], scale, static_cast<Acc>(to_accumulator(stored)));
     }
   }
 }
@@ -55,10 +62,12 @@ __device__ __forceinline__ void add_mask(Acc (&x)[kCount], const Stored* g_mask,
 template <class T, class Acc, int kCount>
 __device__ __forceinline__ void make_scores(Acc (&x)[kCount], Acc scale, const MatrixView& mask, MaskType mask_type,
                                             int64_t mask_offset, const KeyRange& range, int row, int key) {
+  if (!adds(mask_type)) {
 #pragma unroll
-  for (int e = 0; e < kCount; ++e) x[e] *= scale;
+    for (int e = 0; e < kCount; ++e) x[e] *= scale;
+  }
   const int64_t first = mask_offset + row * mask.row_stride + key * mask.col_stride;
-  visit_mask<T>(mask, mask_type, [&](auto* g_mask) { add_mask(x, g_mask + first, mask.col_stride, key, range.keys); });
+  visit_mask<T>(mask, mask_type, [&](auto* g_mask) { apply_mask(x, scale, g_mask + first, mask.col_stride, key, range.keys); });
   const int end = range.end_of_row(row);
 #pragma unroll
   for (int e = 0; e < kCount; ++e) {
@@ -82,7 +91,7 @@ __device__ __forceinline__ uint32_t bits_of_bytes(const uint4& bytes) {
 }
 
 template <int kCount>
-__device__ __forceinline__ void mask_rows(float (&x)[kCount], const uint8_t* const (&g_row)[2]) {
+__device__ __forceinline__ void mask_rows(float (&x)[kCount], float, const uint8_t* const (&g_row)[2]) {
   constexpr int kChunks = kCount / 8, kLoads = (kChunks + 3) / 4;  // of 16 keys
   static_assert(kChunks <= 8, "a lane's chunks are one word");
   const int lane = threadIdx.x % 4;
@@ -124,11 +133,11 @@ __device__ __forceinline__ float2 unpack_pair(uint32_t pair, const __nv_bfloat16
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
 
-// x[i], x[i + 1] += pair. Not a multiply-add with the scale, which would differ from a mask that is read by elements.
+// x[i], x[i + 1] -> their scores.
 template <int kCount>
-__device__ __forceinline__ void add_bias(float (&x)[kCount], int i, float2 pair) {
-  x[i] = __fadd_rn(x[i], pair.x);
-  x[i + 1] = __fadd_rn(x[i + 1], pair.y);
+__device__ __forceinline__ void add_bias(float (&x)[kCount], int i, float scale, float2 pair) {
+  x[i] = fma(x[i], scale, pair.x);
+  x[i + 1] = fma(x[i + 1], scale, pair.y);
 }
 
 // What a lane reads of a row of a half type: of a fragment of kCount / 4 chunks of 8 keys every fourth one.
@@ -147,9 +156,9 @@ struct BiasChunks {
     }
   }
 
-  // Adds them to a row of the fragment.
+  // x: products, in; scores of a row of the fragment, out.
   template <class T>
-  __device__ __forceinline__ void add_to(float (&x)[kCount], int half, const T* type) const {
+  __device__ __forceinline__ void add_to(float (&x)[kCount], float scale, int half, const T* type) const {
     const int lane = threadIdx.x % 4;
     const bool odd = lane % 2 != 0, upper = lane >= 2;
 #pragma unroll
@@ -169,33 +178,31 @@ struct BiasChunks {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         if (4 * i + w >= kChunks) continue;
-        add_bias(x, (4 * i + w) * 4 + 2 * half, unpack_pair(word[w], type));
+        add_bias(x, (4 * i + w) * 4 + 2 * half, scale, unpack_pair(word[w], type));
       }
     }
   }
 };
 
 template <class T, int kCount>
-__device__ __forceinline__ void mask_rows(float (&x)[kCount], const T* const (&g_row)[2]) {
+__device__ __forceinline__ void mask_rows(float (&x)[kCount], float scale, const T* const (&g_row)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     BiasChunks<kCount> bias;
     bias.load(g_row[half]);
-    bias.add_to(x, half, g_row[half]);
+    bias.add_to(x, scale, half, g_row[half]);
   }
 }
 
 template <int kCount>
-__device__ __forceinline__ void mask_rows(float (&x)[kCount], const float* const (&g_row)[2]) {
+__device__ __forceinline__ void mask_rows(float (&x)[kCount], float scale, const float* const (&g_row)[2]) {
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int i = 2 * half; i < kCount; i += 4) {
       if (i % 32 < 4) keep_order();  // eight loads in flight; the compiler would take registers for all
-      const float2 pair = *reinterpret_cast<const float2*>(g_row[half] + i / 4 * 8 + 2 * lane);
-      x[i] += pair.x;
-      x[i + 1] += pair.y;
+      add_bias(x, i, scale, *reinterpret_cast<const float2*>(g_row[half] + i / 4 * 8 + 2 * lane));
     }
   }
 }
@@ -204,12 +211,14 @@ __device__ __forceinline__ void mask_rows(float (&x)[kCount], const float* const
 template <class T, int kCount, class MaskRow>
 __device__ __forceinline__ void scale_and_mask(float (&x)[kCount], float scale, const MatrixView& mask, MaskType mask_type,
                                                MaskRow mask_row, int key, int keys) {
+  if (!adds(mask_type)) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] *= scale;
+    for (int i = 0; i < kCount; ++i) x[i] *= scale;
+  }
   const int first = key - threadIdx.x % 4 * 2;  // of the fragment
   visit_mask<T>(mask, mask_type, [&](auto* g_mask) {
     if (mask.vector && first + 2 * kCount <= keys) {
-      mask_rows(x, {g_mask + first + mask_row(0), g_mask + first + mask_row(1)});
+      mask_rows(x, scale, {g_mask + first + mask_row(0), g_mask + first + mask_row(1)});
       return;
     }
     g_mask += key * mask.col_stride;
@@ -220,7 +229,7 @@ __device__ __forceinline__ void scale_and_mask(float (&x)[kCount], float scale, 
       for (int i = 2 * half; i < kCount; i += 4) {
         if (i % 16 < 4) keep_order();  // eight loads in flight; the compiler would take registers for all
         float pair[2] = {x[i], x[i + 1]};
-        add_mask(pair, g_key, mask.col_stride, key + i / 4 * 8, keys);
+        apply_mask(pair, scale, g_key, mask.col_stride, key + i / 4 * 8, keys);
         x[i] = pair[0];
         x[i + 1] = pair[1];
         g_key = step_pointer(g_key, 8 * mask.col_stride);

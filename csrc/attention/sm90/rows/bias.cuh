@@ -43,11 +43,11 @@ class RowsBias {
     place_.advance();
   }
 
-  // x: scores of the block that was received, scaled.
-  __device__ __forceinline__ void add_to(float (&x)[kScores]) const {
+  // x: products of the block that was received, in; scores, out.
+  __device__ __forceinline__ void add_to(float (&x)[kScores], float scale) const {
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
-      add_bias(x, 2 * i, unpack_pair(pairs_[i / 4][i % 4], static_cast<const T*>(nullptr)));
+      add_bias(x, 2 * i, scale, unpack_pair(pairs_[i / 4][i % 4], static_cast<const T*>(nullptr)));
     }
   }
 
@@ -81,10 +81,10 @@ class RowsBias<Tile, false> {
 
   __device__ __forceinline__ void receive(const typename Tile::Shared&) {}
 
-  // x: scores of the block that was requested, scaled.
-  __device__ __forceinline__ void add_to(float (&x)[kScores]) const {
+  // x: products of the block that was requested, in; scores, out.
+  __device__ __forceinline__ void add_to(float (&x)[kScores], float scale) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) chunks_[half].add_to(x, half, static_cast<const T*>(nullptr));
+    for (int half = 0; half < 2; ++half) chunks_[half].add_to(x, scale, half, static_cast<const T*>(nullptr));
   }
 
  private:

@@ -224,9 +224,7 @@ class RowsConsumer {
     const int first_key = block * Tile::kN + col_;
     const float scale = static_cast<float>(p_.scale), unit = kKind == kPlain ? scale * kLog2E : kLog2E;
     if constexpr (kKind == kBias) {
-#pragma unroll
-      for (int i = 0; i < kScores; ++i) scores_[i] = __fmul_rn(scores_[i], scale);
-      bias_.add_to(scores_);
+      bias_.add_to(scores_, scale);
     } else if constexpr (kKind == kGeneral) {
       const MaskType type = unmasked_ ? MaskType::kNone : p_.mask_type;
       const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };

@@ -62,7 +62,8 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   const auto launch = [&](int64_t tiles) {
     order.tiles = static_cast<uint32_t>(tiles);
     LaunchShape shape = {std::min(tiles, sms), Tile::kThreads, sizeof(typename Tile::Shared)};
-    shape.early = tiles <= sms;  // of more than one wave later CTAs start late anyhow
+    // Of more than one wave later CTAs start late anyhow; but not behind the marks, which take a few microseconds.
+    shape.early = tiles <= sms || marks.data != nullptr;
     return launch_kernel(rows_forward_kernel<Tile, kKind>, shape, stream, params, maps, marks, order);
   };
   if constexpr (!Tile::kSplits) return launch(grid.tiles);

@@ -7,6 +7,7 @@
 #include "attention/visibility/score_modifier.cuh"
 #include "core/arithmetic.h"
 #include "device/common/batch.cuh"
+#include "device/sm90/dependent_launch.cuh"
 #include "plan/sm90_rows.h"
 
 namespace attention_ext {
@@ -31,11 +32,13 @@ __device__ __forceinline__ Shown look(const ForwardParams& p, const Stored* g_ce
     Stored key[kKeys];
   };
   bool any = false, all = true;
+  // What is shown in part mostly shows it at once: it is not worth four reads. Else the same one four times.
+  int at_once = whole ? kAtOnce : 1;
 #pragma unroll 1
-  for (int first = threadIdx.x % 32; first / 32 * 32 < rows * kChunks; first += 32 * kAtOnce) {
+  for (int first = threadIdx.x % 32; first / 32 * 32 < rows * kChunks; first += 32 * at_once, at_once = kAtOnce) {
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int chunk = min(first + 32 * i, rows * kChunks - 1), key = chunk % kChunks * kKeys;
+      const int chunk = min(first + 32 * min(i, at_once - 1), rows * kChunks - 1), key = chunk % kChunks * kKeys;
       if (key + kKeys > keys) continue;
       const Chunk read =
           *reinterpret_cast<const Chunk*>(g_cell + chunk / kChunks * p.mask.row_stride + key * p.mask.col_stride);
@@ -58,6 +61,7 @@ template <class T, int kBlock>
 __global__ void __launch_bounds__(128)
     rows_mark_kernel(const __grid_constant__ ForwardParams p, const __grid_constant__ RowsMarks marks) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  launch_dependents();
   const uint32_t cell = blockIdx.x * 4 + threadIdx.x / 32;
   if (cell >= static_cast<uint32_t>(marks.matrices) * marks.rows * marks.blocks) return;
   const int block = cell % marks.blocks, row = cell / marks.blocks % marks.rows * kMarkedRows;
