@@ -175,7 +175,10 @@ class FusedConsumer {
     const float scale = static_cast<float>(p_.scale), unit = kGeneral ? kLog2E : scale * kLog2E;
     if constexpr (kGeneral) {
       const auto mask_row = [&](int half) { return shared_.mask_row[row_ + 8 * half]; };
-      scale_and_mask<T>(scores_, scale, p_.mask, p_.mask_type, mask_row, first_key, work_.keys);
+      // Scaled first: a factor that waits for the mask's elements would take a register, and there is none.
+#pragma unroll
+      for (float& score : scores_) score = __fmul_rn(score, scale);
+      scale_and_mask<T>(scores_, 1.0f, p_.mask, p_.mask_type, mask_row, first_key, work_.keys);
     }
     const KeyRange range = work_.range(p_.sequence);
     if (block * Tile::kN + Tile::kN > work_.open_keys) {
