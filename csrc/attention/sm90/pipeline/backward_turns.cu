@@ -11,18 +11,13 @@
 //   are done: then all that the tile reads has arrived in shared memory.
 // Only the thread that loads waits, of A where there is one of B as well: P and dS are A. The warps that write P and dS do so after
 // they have seen what that thread loaded later, which the stages' full barriers order.
-// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 240 a consumer
-// thread, 232 in pairs.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 240 a consumer thread.
 #include "attention/sm90/pipeline/gradients.cuh"
 #include "attention/sm90/pipeline/score_gradients.cuh"
 #include "device/sm90/global_counter.cuh"
 #include "gemm/sm90/tickets.cuh"
 
 namespace attention_ext {
-
-// In pairs two threads load, and 24 registers hold neither's places.
-template <class T>
-using PairTile = WgmmaTile<T, false, 256, 232, 2>;
 
 // The list. Of a key head: so many tiles of scores and of gradients.
 struct BackwardTurnsList {
@@ -168,7 +163,7 @@ cudaError_t launch_backward_turns(const BackwardTurnsParams& params, cudaStream_
   return dispatch_half_type(params.scores.type, [&](auto element) {
     using T = decltype(element);
     // With a mask or dropout a pair's tile of scores would not have the registers.
-    return params.scores.pairs && !modified(params.scores) ? launch_tile<PairTile<T>>(params, stream)
+    return params.scores.pairs && !modified(params.scores) ? launch_tile<ScoreGradientsTile<T, 2>>(params, stream)
                                                            : launch_tile<ScoreGradientsTile<T, 1>>(params, stream);
   });
 }
