@@ -39,7 +39,6 @@ struct GradientTiles {
   int key_columns, value_columns;  // tiles along n
   int E, Ev;
   bool by_head, in_turn, rows_first;
-  unsigned turns, of_first;  // row tiles, or key tiles, in turn; then tiles of the kind that comes first
 
   // group: query heads of a key head. The slice has whole groups, or an equal part of one. of_rows, of_keys: whether to make dQ; dK
   // and dV.
@@ -56,9 +55,6 @@ struct GradientTiles {
     in_turn = length <= 2 * slice.col_count && slice.col_count <= 2 * length;  // sums are about as long
     by_head = in_turn && !causal;
     rows_first = slice.col_count > length;
-    turns = in_turn ? static_cast<unsigned>(std::min(key_tiles, row_tiles)) : 0;
-    of_first = rows_first ? (row_tiles - turns) * matrices * static_cast<unsigned>(key_columns)
-                          : (key_tiles - turns) * key_heads * of_key();
   }
   __host__ __device__ unsigned of_key() const { return static_cast<unsigned>(key_columns + value_columns); }
   __host__ __device__ unsigned all() const {
@@ -140,6 +136,7 @@ struct GradientTiles {
     }
     // The first keys and the last rows have the longest sums: these come first, in turn or all of one kind before the other.
     const unsigned keys = key_heads * of_key(), rows = matrices * key_columns;
+    const unsigned turns = in_turn ? static_cast<unsigned>(min(key_tiles, row_tiles)) : 0;
     unsigned m, rest;
     bool is_row;
     if (tile < turns * (keys + rows)) {
@@ -149,6 +146,7 @@ struct GradientTiles {
       if (is_row) rest -= keys;
     } else {
       tile -= turns * (keys + rows);
+      const unsigned of_first = rows_first ? (row_tiles - turns) * rows : (key_tiles - turns) * keys;
       is_row = (tile >= of_first) != rows_first;
       if (tile >= of_first) tile -= of_first;
       const unsigned width = is_row ? rows : keys;

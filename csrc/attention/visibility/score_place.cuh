@@ -4,6 +4,7 @@
 
 #include "attention/visibility/key_range.cuh"
 #include "core/slice.h"
+#include "device/sm90/warpgroup.cuh"
 #include "gemm/tile_order.cuh"
 
 namespace attention_ext {
@@ -61,6 +62,7 @@ struct ScoreTiles {
       const int middle = (group + end) / 2;
       (before(middle * kGroup) <= tile ? group : end) = middle;
     }
+    keep_order();  // what follows is read again where it is not in constant memory, not held through the search
     const int begin = group * kGroup, rows = min(m_tiles - begin, kGroup);
     int in_group = static_cast<int>(tile - before(begin)), n = columns(begin);
     if (in_group < n * rows) return {batch, above() + begin + in_group % rows, in_group / rows};

@@ -41,13 +41,6 @@ __device__ __forceinline__ void tma_load_multicast(uint32_t s_dst, const CUtenso
       : "memory");
 }
 
-// The first two coordinates, one after the other: a wider store wants adjacent registers. set_batch sets the rest.
-__device__ __forceinline__ void start_box(TensorPosition& box, int col, int row) {
-  box.at[0] = col;
-  asm volatile("" ::: "memory");
-  box.at[1] = row;
-}
-
 // Sets the batch coordinates of a map that core/tensor_map.h made of a view (batch dims..., rows, cols): matrix n.
 __device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& batch, const MatrixView& view, uint32_t n) {
 #pragma unroll

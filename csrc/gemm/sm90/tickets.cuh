@@ -30,10 +30,7 @@ struct Tickets {
   uint64_t full[kTicketSlots];  // the first thread that loads arrives; the warps wait, and threads that load but do not draw
   // Of the CTA that draws: every warp of the cluster arrives, and every other thread that loads; the thread that draws waits.
   uint64_t empty[kTicketSlots];
-  // Of the threads that load, which may be short of registers.
-  TicketPlace drawn[2];
-  unsigned held[2];
-  unsigned round[2];  // of what a thread does several times for one tile
+  TicketPlace drawn[2];  // of the threads that load, which may be short of registers
 };
 
 // Of a CTA that takes its tiles so.
@@ -47,7 +44,6 @@ struct SharedWithTickets {
 template <class Tile>
 class TicketDrawer {
   static constexpr int kCtas = Tile::kCtas;
-  static constexpr uint32_t kToRound = offsetof(Tickets, round) - offsetof(Tickets, held);
 
  public:
   __device__ __forceinline__ TicketDrawer(SharedWithTickets<Tile>& shared, unsigned* g_next, bool all_drawn)
@@ -56,7 +52,7 @@ class TicketDrawer {
   // The next tile; tiles() or more: there is none, and it is not to be called again. To be called as late as may be: who draws
   // ahead takes tiles that others could begin sooner.
   template <class Tiles>
-  __device__ __forceinline__ void draw(const Tiles& tiles) {
+  __device__ __forceinline__ unsigned draw(const Tiles& tiles) {
     if constexpr (kCtas == 1) {
       Tickets& tickets = shared_.tickets;
       const TicketPlace place = tickets.drawn[0];
@@ -65,7 +61,7 @@ class TicketDrawer {
       tickets.tile[place.slot()] = tile;
       mbarrier_arrive(shared_address(&tickets.full[place.slot()]));
       tickets.drawn[0] = {place.count + 1};
-      store_shared_word(s_held(), tile);
+      return tile;
     } else {
       const bool is_first = StepLoader<Tile>::loads_a();
       // From the one address that is held anyway.
@@ -91,20 +87,11 @@ class TicketDrawer {
         tile = load_shared_word(s_tile);
         mbarrier_arrive_in_cluster(address_in_cluster(s_empty, 0));
       }
-      store_shared_word(s_held(), tile);
+      return tile;
     }
   }
-  __device__ __forceinline__ void begin_rounds() const { store_shared_word(s_held() + kToRound, 0); }
-  __device__ __forceinline__ void next_round() const { store_shared_word(s_held() + kToRound, round() + 1); }
-  __device__ __forceinline__ unsigned round() const { return load_shared_word(s_held() + kToRound); }
-  // What was drawn last, read anew.
-  __device__ __forceinline__ unsigned tile() const { return load_shared_word(s_held()); }
 
  private:
-  __device__ __forceinline__ uint32_t s_held() const {
-    return forget(shared_address(&shared_)) + offsetof(SharedWithTickets<Tile>, tickets) + offsetof(Tickets, held) +
-           (StepLoader<Tile>::loads_a() ? 0 : sizeof(unsigned));
-  }
   __device__ __forceinline__ unsigned next(bool first, unsigned tiles) {
     const unsigned clusters = ctas_of_grid() / kCtas, given = all_drawn_ ? 0 : clusters;
     return first && !all_drawn_ ? cta_of_grid() / kCtas : given + atomicInc(g_next_, clusters + tiles - given - 1);
@@ -143,7 +130,7 @@ class TicketReader {
   TicketPlace place_;
 };
 
-// run_warpgroups (steps.cuh) over the tiles that a cluster takes: load(loader, drawer), multiply(multiplier, tile, s_strip, row).
+// run_warpgroups (steps.cuh) over the tiles that a cluster takes: load(loader, tile), multiply(multiplier, tile, s_strip, row).
 // g_next is 0 before the launch and after it: it wraps with the last draw. all_drawn: no tile is a cluster's from the
 // beginning, so that whoever holds one runs, and a tile may wait for one with a lower number. tiles(): how many there are.
 template <class Tile, class Tiles, class Load, class Multiply>
@@ -157,7 +144,7 @@ __device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile>& shared, 
       [&](StepLoader<Tile>& loader) {
         TicketDrawer<Tile> drawer(shared, g_next, all_drawn);
 #pragma unroll 1
-        for (drawer.draw(tiles); drawer.tile() < tiles(); drawer.draw(tiles)) load(loader, drawer);
+        for (unsigned tile = drawer.draw(tiles); tile < tiles(); tile = drawer.draw(tiles)) load(loader, tile);
       },
       [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
         TicketReader<Tile::kCtas> reader(tickets);

@@ -67,23 +67,24 @@ struct BackwardTurns {
   __device__ __forceinline__ unsigned* gradients_done(unsigned head) const { return scores_done(work.turns.heads + head); }
   __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * work.p.gradients.group; }
 
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const TicketDrawer<Tile>& drawer) const {
-    // A thread that loads has few registers: its ticket, what follows from it, and params it reads anew for each thing it does.
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, unsigned ticket) const {
+    // A thread that loads has registers for the ticket. What follows from it, and params, it finds anew for each thing that it
+    // does.
     const auto anew = [&] { return BackwardTurns{forget_object(work)}; };
-    const auto turn = [&] { return anew().work.turns.at(drawer.tile()); };
+    const auto turn = [&] { return anew().work.turns.at(forget(ticket)); };
     if (loader.loads_a()) anew().wait(turn());
     if (turn().is_scores) {
       const ScorePlace at = anew().scores().cluster_place(turn().tile);
       if (at.hidden) return;
-      anew().scores().load_first(loader, anew().work.score_maps, at);
-      anew().scores().load_second(loader, anew().work.score_maps, turn().tile);
+      anew().scores().load_first(loader, work.score_maps, at);
+      anew().scores().load_second(loader, work.score_maps, turn().tile);
       return;
     }
 #pragma unroll 1
-    for (drawer.begin_rounds();; drawer.next_round()) {  // a query head each
+    for (unsigned query_head = 0;; ++query_head) {
       const BackwardTurnsList::Turn now = turn();
       const auto at = anew().gradients().place(now.tile, anew().first_matrix(now.head));
-      if (at.all_steps == 0 || !anew().gradients().load(loader, anew().work.gradient_maps, at, drawer.round())) return;
+      if (at.all_steps == 0 || !anew().gradients().load(loader, work.gradient_maps, at, query_head)) return;
     }
   }
   // For what the tile may not touch earlier.
@@ -123,8 +124,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
-  const auto load = [&](StepLoader<Tile>& loader, const TicketDrawer<Tile>& drawer) {
-    BackwardTurns<Tile, kModified>{work}.load(loader, drawer);
+  const auto load = [&](StepLoader<Tile>& loader, unsigned ticket) {
+    BackwardTurns<Tile, kModified>{work}.load(loader, ticket);
   };
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned ticket, uint32_t s_strip, int row) {
     BackwardTurns<Tile, kModified>{work}.multiply(multiplier, ticket, s_strip, row);

@@ -20,8 +20,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
   const Gradients<Tile> work = {params, list};
-  const auto load = [&](StepLoader<Tile>& loader, const TicketDrawer<Tile>& drawer) {
-    const auto at = work.place(drawer.tile(), params.slice.batch_begin);
+  const auto load = [&](StepLoader<Tile>& loader, unsigned tile) {
+    const auto at = work.place(tile, params.slice.batch_begin);
     if (at.all_steps == 0) return;
     unsigned head = 0;
     while (work.load(loader, maps, at, head)) ++head;

@@ -52,7 +52,7 @@ struct Gradients {
     if (at.of == kGradQuery) {
       if (loader.loads_a()) a = {{0, first_row_of_cta<Tile>(at.m), static_cast<int>(matrix), 0, 0}};
       if (loader.loads_b()) {
-        start_box(b, at.col, static_cast<int>(p.slice.col_begin));
+        b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
         set_batch(b, p.batch, p.key, at.n);
       }
       loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b, at.all_steps);
@@ -63,7 +63,7 @@ struct Gradients {
     const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
     if (loader.loads_a()) a = {{first_row_of_cta<Tile>(at.m), at.k_begin, static_cast<int>(matrix + head), 0, 0}};
     if (loader.loads_b()) {
-      start_box(b, at.col, static_cast<int>(p.slice.row_begin) + at.k_begin);
+      b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
       set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);
     }
     loader.template load<true, true>(map_a, a, map_b, b, at.all_steps);

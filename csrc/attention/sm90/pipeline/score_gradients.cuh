@@ -69,12 +69,12 @@ struct ScoreGradients {
                                                const MatrixView& view_b) const {
     TensorPosition &a = loader.shared().a, &b = loader.shared().b;
     if (loader.loads_a()) {
-      start_box(a, 0, first_row_of_cta<Tile>(at.row));
+      a = {{0, first_row_of_cta<Tile>(at.row), 0, 0, 0}};
       set_batch(a, p.batch, view_a, static_cast<uint32_t>(at.n));
     }
     keep_order();  // one after the other: what they read takes registers
     if (loader.loads_b()) {
-      start_box(b, 0, at.col);
+      b = {{0, at.col, 0, 0, 0}};
       set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
     }
     keep_order();

@@ -279,7 +279,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
   const SplitHalfGradients<Tile> work = {params, lists};
-  const auto load = [&](StepLoader<Tile>& loader, const TicketDrawer<Tile>& drawer) { work.load(loader, maps, drawer.tile()); };
+  const auto load = [&](StepLoader<Tile>& loader, unsigned number) { work.load(loader, maps, number); };
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned number, uint32_t, int row) {
     work.multiply(multiplier, number, row);
   };
