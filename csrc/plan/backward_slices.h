@@ -72,14 +72,6 @@ inline int64_t counter_bytes(const BackwardSizes& sizes, const BackwardPass& pas
 }
 SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, const SlicePart& part);
 
-// Whether clusters of two CTAs make tiles below each other, of a slice of so many rows and keys: they ask L2 for two thirds of what
-// CTAs alone ask for, and pay for a tile that does not exist where the number of tiles is odd.
-inline bool in_pairs(int64_t rows, int64_t keys) {
-  const int64_t row_tiles = ceil_div(rows, kWgmmaTileRows), key_tiles = ceil_div(keys, kWgmmaTileRows);
-  // Three of the five products have tiles of rows, two have tiles of keys. A fifth more of them is still worth it.
-  return 3 * round_up(row_tiles, 2) * key_tiles + 2 * round_up(key_tiles, 2) * row_tiles <= 6 * row_tiles * key_tiles;
-}
-
 // Visits the slices' rows and keys in order; false from visit ends it.
 template <class Visit>
 bool for_each_part(const BackwardSizes& sizes, const BackwardPass& pass, const Visit& visit) {

@@ -113,22 +113,6 @@ def test_one_launch(dtype: torch.dtype, name: str, poison_all: None) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True], ids=["plain", "causal"])
-@pytest.mark.parametrize(("L", "ctas"), [(512, 2), (640, 2), (384, 1), (100, 1)])
-def test_clusters(L: int, ctas: int, causal: bool) -> None:
-    """CTAs of a cluster: two where an even number of tiles, or nearly so, lie below each other."""
-    needs_the_card(KERNEL)
-    q, k, v = qkv((2,), (32,), L, L, 264, 264, torch.float16, "cuda")
-    out, lse = sdpa_forward(q, k, v, None, None, 0.0, causal)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        sdpa_backward(out, None, q, k, v, None, out, lse, None, 0.0, causal, kernel_name=KERNEL.name)
-        torch.cuda.synchronize()
-    ran = {event.key for event in profiler.key_averages() if "gradients_kernel" in event.key or "turns_kernel" in event.key}
-    tiles = [key.split("WgmmaTile<")[1].split(">")[0] for key in ran]
-    assert tiles and all(tile.endswith((f" {ctas}", f"){ctas}")) for tile in tiles), ran
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("cap", [1 << 27, 600_000], ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_rows_with_a_large_log_sum_exp(dtype: torch.dtype, cap: int, poison_all: None) -> None:

@@ -14,8 +14,7 @@
 
 namespace attention_ext {
 
-// Tile: kM by kN results, kK of the sum a step. The CTAs of a cluster take tiles below each other, which the list counts as
-// one, and go through the same steps: those that any of them needs.
+// Tile: kM by kN results, kK of the sum a step.
 template <class Tile>
 struct GradientTiles {
   struct Index {
@@ -28,9 +27,8 @@ struct GradientTiles {
     unsigned n, slice_index;  // of the tile's first query head
     int m, col;               // of the tile's first element; m from the beginning of the slice
     int ms, cols;             // that exist from there on
-    int k_begin;              // row or key, from the beginning of the slice, of the cluster's steps
-    int all_steps;            // of a query head, of the cluster
-    int before, steps;        // of these a CTA's own: after so many, so many
+    int k_begin;              // row or key, from the beginning of the slice
+    int steps;                // of a query head
     int last_rows;            // of the other operand, that count in the last step
   };
 
@@ -48,8 +46,8 @@ struct GradientTiles {
     const int64_t heads = of_keys ? std::min(group, slice.batch_count) : 1, length = heads * slice.row_count;
     matrices = static_cast<unsigned>(slice.batch_count);
     key_heads = matrices / static_cast<unsigned>(heads);
-    key_tiles = of_keys ? tiles(slice.col_count, Tile::kClusterM) : 0;
-    row_tiles = of_rows ? tiles(slice.row_count, Tile::kClusterM) : 0;
+    key_tiles = of_keys ? tiles(slice.col_count, Tile::kM) : 0;
+    row_tiles = of_rows ? tiles(slice.row_count, Tile::kM) : 0;
     key_columns = tiles(E, Tile::kN);
     value_columns = tiles(Ev, Tile::kN);
     in_turn = length <= 2 * slice.col_count && slice.col_count <= 2 * length;  // sums are about as long
@@ -63,8 +61,7 @@ struct GradientTiles {
   // Query heads that a key head's sum goes over.
   __device__ __forceinline__ unsigned heads() const { return matrices / key_heads; }
 
-  // Of a cluster. keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, if not the
-  // slice's.
+  // keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, if not the slice's.
   __device__ __forceinline__ Place place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys) const {
     return place(tile, slice, sequence, keys, slice.batch_begin);
   }
@@ -76,7 +73,7 @@ struct GradientTiles {
     place.of = index.of;
     place.slice_index = is_row ? index.head : index.head * heads();
     place.n = static_cast<unsigned>(batch_begin) + place.slice_index;
-    place.m = index.m * Tile::kClusterM;
+    place.m = index.m * Tile::kM;
     place.col = index.n * Tile::kN;
     place.ms = static_cast<int>(is_row ? slice.row_count : slice.col_count) - place.m;
     place.cols = (index.of == kGradValue ? Ev : E) - place.col;
@@ -85,38 +82,17 @@ struct GradientTiles {
     int end;
     if (is_row) {
       place.k_begin = 0;
-      end = range.end_of_tile(row_begin + place.m, Tile::kClusterM) - col_begin;
+      end = range.end_of_tile(row_begin + place.m, Tile::kM) - col_begin;
     } else {
       // Tiles of scores above this one were not written, as no row of theirs sees a key of this tile.
       place.k_begin = max(range.first_row(col_begin + place.m) - row_begin, 0) / Tile::kM * Tile::kM;
       end = static_cast<int>(slice.row_count);
     }
     const int ks = max(end - place.k_begin, 0);
-    place.all_steps = place.steps = (ks + Tile::kK - 1) / Tile::kK;
-    place.before = 0;
+    place.steps = (ks + Tile::kK - 1) / Tile::kK;
     // Keys from the batch row's last one on are not to be read, whatever memory holds there: a dS of 0 would not hide NaN.
     place.last_rows = is_row && sequence.key_lengths != nullptr ? ks - (place.steps - 1) * Tile::kK : Tile::kK;
     return place;
-  }
-  // Of one CTA of the cluster.
-  __device__ __forceinline__ Place own_place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys,
-                                             int64_t batch_begin, int cta) const {
-    Place at = place(tile, slice, sequence, keys, batch_begin);
-    at.m += cta * Tile::kM;
-    at.ms -= cta * Tile::kM;
-    const int row_begin = static_cast<int>(slice.row_begin), col_begin = static_cast<int>(slice.col_begin);
-    const KeyRange range = key_range(sequence, at.n, keys);
-    int begin = 0, end = static_cast<int>(slice.row_count);
-    if (at.of == kGradQuery) {
-      end = range.end_of_tile(row_begin + at.m, Tile::kM) - col_begin;
-    } else {
-      begin = max(range.first_row(col_begin + at.m) - row_begin, 0) / Tile::kM * Tile::kM;
-    }
-    const int ks = at.ms > 0 ? max(end - begin, 0) : 0;
-    at.steps = (ks + Tile::kK - 1) / Tile::kK;
-    at.before = ks > 0 ? (begin - at.k_begin) / Tile::kK : 0;
-    if (at.of == kGradQuery && sequence.key_lengths != nullptr) at.last_rows = ks - (at.steps - 1) * Tile::kK;
-    return at;
   }
 
  private:

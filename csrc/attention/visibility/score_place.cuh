@@ -4,7 +4,6 @@
 
 #include "attention/visibility/key_range.cuh"
 #include "core/slice.h"
-#include "device/sm90/warpgroup.cuh"
 #include "gemm/tile_order.cuh"
 
 namespace attention_ext {
@@ -37,19 +36,19 @@ __device__ __forceinline__ ScorePlace score_place(const Slice& slice, const Sequ
 
 // The tiles of a slice's scores, matrix after matrix and in the order of tile_of, without those above the diagonal of a causal
 // call: if these had numbers too, some CTAs that take every n-th tile would meet many of them and some none.
-// kAllKeys: the slice's keys begin with the first; to know it saves registers. A tile is a cluster's, of kClusterM rows.
+// kAllKeys: the slice's keys begin with the first; to know it saves registers.
 template <class Tile, bool kAllKeys>
 struct ScoreTiles {
-  static constexpr int kM = Tile::kClusterM, kRatio = Tile::kN / kM;
-  static_assert(Tile::kN % kM == 0 && kRatio <= 2, "kRatio row tiles more see a column tile more");
+  static constexpr int kRatio = Tile::kN / Tile::kM;
+  static_assert(Tile::kN % Tile::kM == 0 && kRatio <= 2, "kRatio row tiles more see a column tile more");
 
   __host__ __device__ constexpr ScoreTiles(const Slice& slice, bool causal)
       : above_(!kAllKeys && causal && slice.col_begin > slice.row_begin
-                   ? static_cast<int>((slice.col_begin - slice.row_begin) / kM)
+                   ? static_cast<int>((slice.col_begin - slice.row_begin) / Tile::kM)
                    : 0),
-        m_tiles(static_cast<int>((slice.row_count + kM - 1) / kM) - above()),
+        m_tiles(static_cast<int>((slice.row_count + Tile::kM - 1) / Tile::kM) - above()),
         n_tiles(static_cast<int>((slice.col_count + Tile::kN - 1) / Tile::kN)),
-        first_(causal ? static_cast<int>((first_key_row(slice) + kM + Tile::kN - 1) / kM) : kRatio * n_tiles) {}
+        first_(causal ? static_cast<int>((first_key_row(slice) + Tile::kM + Tile::kN - 1) / Tile::kM) : kRatio * n_tiles) {}
 
   __host__ __device__ constexpr unsigned of_matrix() const { return before(m_tiles); }
 
@@ -62,7 +61,6 @@ struct ScoreTiles {
       const int middle = (group + end) / 2;
       (before(middle * kGroup) <= tile ? group : end) = middle;
     }
-    keep_order();  // what follows is read again where it is not in constant memory, not held through the search
     const int begin = group * kGroup, rows = min(m_tiles - begin, kGroup);
     int in_group = static_cast<int>(tile - before(begin)), n = columns(begin);
     if (in_group < n * rows) return {batch, above() + begin + in_group % rows, in_group / rows};
@@ -79,7 +77,7 @@ struct ScoreTiles {
   __host__ __device__ constexpr int above() const { return kAllKeys ? 0 : above_; }
   // The first row that counts, from the slice's first key.
   __host__ __device__ constexpr int64_t first_key_row(const Slice& slice) const {
-    return kAllKeys ? slice.row_begin : slice.row_begin + above_ * kM - slice.col_begin;
+    return kAllKeys ? slice.row_begin : slice.row_begin + above_ * Tile::kM - slice.col_begin;
   }
   // Column tiles that row tile m sees.
   __host__ __device__ constexpr int columns(int m) const {

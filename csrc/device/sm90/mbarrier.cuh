@@ -45,16 +45,6 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// A word next to barriers, by its 32-bit address.
-__device__ __forceinline__ uint32_t load_shared_word(uint32_t s_word) {
-  uint32_t word;
-  asm volatile("ld.volatile.shared::cta.u32 %0, [%1];\n" : "=r"(word) : "r"(s_word) : "memory");
-  return word;
-}
-__device__ __forceinline__ void store_shared_word(uint32_t s_word, uint32_t word) {
-  asm volatile("st.volatile.shared::cta.u32 [%0], %1;\n" ::"r"(s_word), "r"(word) : "memory");
-}
-
 // A ring's place: which slot comes next, and which time around.
 template <int kSlots>
 struct RingPlace {

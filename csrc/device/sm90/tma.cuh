@@ -30,17 +30,6 @@ __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, const Tenso
                : "memory");
 }
 
-// The same box to the same place in the CTAs of a cluster, a bit of `ctas` each; in each the barrier in that place counts its
-// bytes.
-__device__ __forceinline__ void tma_load_multicast(uint32_t s_dst, const CUtensorMap* map, const TensorPosition& box,
-                                                   uint32_t barrier, uint16_t ctas) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5, %6, %7}], [%2], %8;\n" ::"r"(s_dst),
-      "l"(map), "r"(barrier), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4]), "h"(ctas)
-      : "memory");
-}
-
 // Sets the batch coordinates of a map that core/tensor_map.h made of a view (batch dims..., rows, cols): matrix n.
 __device__ __forceinline__ void set_batch(TensorPosition& box, const BatchDims& batch, const MatrixView& view, uint32_t n) {
 #pragma unroll

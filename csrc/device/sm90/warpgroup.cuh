@@ -42,17 +42,7 @@ __device__ __forceinline__ uint32_t forget(uint32_t value) {
   return value;
 }
 
-// threadIdx.x, blockIdx.x and gridDim.x, read anew: no register holds them from one use to the next.
-__device__ __forceinline__ unsigned thread_of_cta() {
-  unsigned thread;
-  asm volatile("mov.u32 %0, %%tid.x;\n" : "=r"(thread));
-  return thread;
-}
-__device__ __forceinline__ unsigned cta_of_grid() {
-  unsigned cta;
-  asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(cta));
-  return cta;
-}
+// gridDim.x, read anew: no register holds it from one use to the next.
 __device__ __forceinline__ unsigned ctas_of_grid() {
   unsigned ctas;
   asm volatile("mov.u32 %0, %%nctaid.x;\n" : "=r"(ctas));

@@ -21,7 +21,6 @@
 #include "core/device_info.h"
 #include "core/launch.cuh"
 #include "device/sm80/cp_async.cuh"
-#include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -221,29 +220,20 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
   if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
 }
 
-// A kernel of Tile::kThreads: load() in one thread or Tile::kLoaders, multiply(consumer) in each of the two warpgroups, each
-// with its registers.
+// A kernel of Tile::kThreads: load() in one thread, multiply(consumer) in each of the two warpgroups, each with its registers.
 template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void split_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
-  init_ring(shared.full, shared.empty, 4 * Tile::kConsumers * Tile::kCtas, Tile::kLoaders);
+  init_ring(shared.full, shared.empty, 4 * Tile::kConsumers);
   mbarrier_fence_init();
-  if constexpr (Tile::kCtas > 1) {
-    cluster_sync();  // whose barriers are the other CTAs' as well
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-    if (warp < Tile::kLoaders && elect_thread()) load();
+    if (warp == 0 && elect_thread()) load();
   } else {
     take_registers<Tile::kConsumerRegisters>();
     multiply(warpgroup);
-  }
-  if constexpr (Tile::kCtas > 1) {
-    __syncwarp();
-    cluster_sync();  // no CTA ends while another arrives at its barriers
   }
 }
 
@@ -267,15 +257,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 #endif
 }
 
-// One CTA for every SM, or fewer where there are fewer tiles, of a kernel whose CTAs take one after another. Of clusters as many as
-// the SMs hold: where a card has room for fewer at once, the rest begin when there is no tile left.
+// One CTA for every SM, or fewer where there are fewer tiles, of a kernel whose CTAs take one after another.
 template <class Tile, size_t kSharedBytes = sizeof(typename Tile::Shared), class... Parameters>
 cudaError_t launch_persistent(void (*kernel)(Parameters...), int64_t tiles, cudaStream_t stream,
                               const Parameters&... parameters) {
   static_assert(kSharedBytes <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
-  const int64_t clusters = std::max<int64_t>(current_device_info().sms / Tile::kCtas, 1);
-  const LaunchShape shape = {(tiles < clusters ? tiles : clusters) * Tile::kCtas, Tile::kThreads, kSharedBytes, Tile::kCtas};
-  return launch_kernel(kernel, shape, stream, parameters...);
+  const int64_t sms = current_device_info().sms;
+  return launch_kernel(kernel, {tiles < sms ? tiles : sms, Tile::kThreads, kSharedBytes}, stream, parameters...);
 }
 
 template <template <class> class Work, class Tile, class Params>

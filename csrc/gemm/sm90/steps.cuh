@@ -4,17 +4,9 @@
 // Of each operand either k runs along rows of 128 bytes as they lie in shared memory, or rows count k: then m or n runs along
 // them (kColumnsA, kColumnsB), and wgmma transposes as it reads. A stage's A is two boxes of 64 x 64, one for each warpgroup,
 // either way; its B is one box of kN rows, or kN / 64 boxes of 64 rows of k.
-//
-// The CTAs of a cluster (Tile::kCtas) multiply the same B, each with its own A. Each loads an equal part of the rows of every box
-// of B, which TMA multicasts to all: L2 is asked for B once. So a stage is loaded when all of them have released it, and all go
-// through the same steps. One that has nothing to multiply in a step takes part all the same, and leaves out the product
-// (StepMultiplier::skip): what B holds there does not reach its sums.
 #pragma once
 
-#include <cstddef>
-
 #include "device/sm80/cp_async.cuh"
-#include "device/sm90/cluster.cuh"
 #include "device/sm90/mbarrier.cuh"
 #include "device/sm90/tma.cuh"
 #include "device/sm90/warpgroup.cuh"
@@ -27,36 +19,11 @@ namespace attention_ext {
 
 constexpr int kStepBoxBytes = 8192;  // of 64 x 64 elements
 
-// Which of its cluster's CTAs this one is.
-template <class Tile>
-__device__ __forceinline__ unsigned cta_of_cluster() {
-  if constexpr (Tile::kCtas == 1) return 0;
-  return cluster_rank();
-}
-
-// From the first row of a cluster's tile: the first one of this CTA's.
-template <class Tile>
-__device__ __forceinline__ int first_row_of_cta(int row) {
-  if constexpr (Tile::kCtas == 1) return row;
-  return row + static_cast<int>(cta_of_cluster<Tile>()) * Tile::kM;
-}
-
-// Rows of the boxes in which one CTA loads B.
-template <class Tile, bool kColumnsB>
-constexpr int kRowsOfB = (kColumnsB ? Tile::kK : Tile::kN) / Tile::kCtas;
-
-// What loads: one thread, or one of A and one of B (Tile::kLoaders).
+// What loads: one thread.
 template <class Tile>
 class StepLoader {
  public:
-  __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {
-    if constexpr (Tile::kLoaders == 2) shared.next[loads_a() ? 0 : 1] = {};
-  }
-
-  __device__ __forceinline__ typename Tile::Shared& shared() const { return shared_; }
-  // Whether this thread loads A, and B: of what it does not load it needs no position.
-  static __device__ __forceinline__ bool loads_a() { return Tile::kLoaders == 1 || thread_of_cta() / 32 % 4 == 0; }
-  static __device__ __forceinline__ bool loads_b() { return Tile::kLoaders == 1 || thread_of_cta() / 32 % 4 == 1; }
+  __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {}
 
   // Steps of both operands along k, which move `a` and `b`: the box at `a` or, with kColumnsA, the one 64 elements of m after it as
   // well; of B likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64,
@@ -65,66 +32,30 @@ class StepLoader {
   __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b, TensorPosition& b,
                                        int steps) {
     using T = typename Tile::T;
-    if constexpr (Tile::kLoaders == 2) {
-      static_assert(Tile::kTerms == 1, "of one term each");
-      using Stage = typename Tile::Stage;
-      if (loads_a()) {
-        load_operand<kColumnsA, kBlocksA, Tile::kM / 64>(map_a, a, steps, offsetof(Stage, a), sizeof(Stage::a));
-      } else {
-        constexpr int kRows = kRowsOfB<Tile, kColumnsB>;
-        b.at[1] += static_cast<int>(cta_of_cluster<Tile>()) * kRows;
-        load_operand<kColumnsB, false, Tile::kN / 64, Tile::kCtas>(
-            map_b, b, steps, offsetof(Stage, b) + cta_of_cluster<Tile>() * kRows * 128, sizeof(Stage::b));
-      }
-    } else {
 #pragma unroll 1
-      for (int i = 0; i < steps; ++i) {
-        mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
-        const uint32_t full = shared_address(&shared_.full[ring_.slot]);
-        mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
+    for (int i = 0; i < steps; ++i) {
+      mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
+      const uint32_t full = shared_address(&shared_.full[ring_.slot]);
+      mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
 #pragma unroll
-        for (int term = 0; term < Tile::kTerms; ++term) {
-          if constexpr (Tile::kTerms == 2) a.at[2] = b.at[2] = term;
-          load_boxes<kColumnsA, kBlocksA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[term]), map_a, a, full);
-          load_boxes<kColumnsB, false, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[term]), map_b, b, full);
-        }
-        step<kColumnsA, kBlocksA>(a);
-        step<kColumnsB, false>(b);
-        ring_.advance();
+      for (int term = 0; term < Tile::kTerms; ++term) {
+        if constexpr (Tile::kTerms == 2) a.at[2] = b.at[2] = term;
+        load_boxes<kColumnsA, kBlocksA, Tile::kM / 64>(shared_address(shared_.stage[ring_.slot].a[term]), map_a, a, full);
+        load_boxes<kColumnsB, false, Tile::kN / 64>(shared_address(shared_.stage[ring_.slot].b[term]), map_b, b, full);
       }
+      step<kColumnsA, kBlocksA>(a);
+      step<kColumnsB, false>(b);
+      ring_.advance();
     }
   }
 
  private:
-  // The steps of one operand, `bytes` each of all CTAs that load it, to `place` in their stages.
-  template <bool kColumns, bool kBlocks, int kBoxes, int kCtas = 1>
-  __device__ __forceinline__ void load_operand(const CUtensorMap& map, TensorPosition& at, int steps, uint32_t place,
-                                               uint32_t bytes) {
-    using Shared = typename Tile::Shared;
-    const uint32_t s_shared = forget(shared_address(&shared_));  // the one address that is held in a register
-    RingPlace<Tile::kStages>& kept = shared_.next[kCtas > 1 ? 1 : 0];
-    RingPlace<Tile::kStages> ring = kept;
-#pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
-      mbarrier_wait(s_shared + offsetof(Shared, empty) + ring.slot * sizeof(uint64_t), ring.parity ^ 1);
-      const uint32_t full = s_shared + offsetof(Shared, full) + ring.slot * sizeof(uint64_t);
-      mbarrier_arrive_expect_bytes(full, bytes);
-      load_boxes<kColumns, kBlocks, kBoxes, kCtas>(s_shared + ring.slot * sizeof(typename Tile::Stage) + place, map, at, full);
-      step<kColumns, kBlocks>(at);
-      ring.advance();
-    }
-    kept = ring;
-  }
-  // kColumns: `boxes` boxes of 64 rows of k, next to each other; else one box of boxes * 64 rows. Of several CTAs: a part of each.
-  template <bool kColumns, bool kBlocks, int kBoxes, int kCtas = 1>
+  // kColumns: `boxes` boxes of 64 rows of k, next to each other; else one box of boxes * 64 rows.
+  template <bool kColumns, bool kBlocks, int kBoxes>
   static __device__ __forceinline__ void load_boxes(uint32_t s_dst, const CUtensorMap& map, TensorPosition box, uint32_t full) {
 #pragma unroll
     for (int i = 0; i < (kColumns ? kBoxes : 1); ++i) {
-      if constexpr (kCtas == 1) {
-        tma_load(s_dst + i * kStepBoxBytes, &map, box, full);
-      } else {
-        tma_load_multicast(s_dst + i * kStepBoxBytes, &map, box, full, (1 << kCtas) - 1);
-      }
+      tma_load(s_dst + i * kStepBoxBytes, &map, box, full);
       next_columns<kBlocks>(box);
     }
   }
@@ -162,26 +93,14 @@ class StepMultiplier {
     leads_ = false;
   }
 
-  // Goes through steps that only other CTAs of the cluster multiply.
-  __device__ __forceinline__ void skip(int steps) {
-    if (steps > 0) let_follow();
-#pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      mbarrier_wait(shared_address(&shared_.full[ring_.slot]), ring_.parity);
-      release(ring_.slot);
-      ring_.advance();
-    }
-  }
-
-  // product = A . B over so many steps, at least one; kOn: product += A . B. last_rows: with kColumnsB, the rows of B that count in
-  // the last step.
-  template <bool kColumnsA, bool kColumnsB, bool kOn = false>
+  // product = A . B over so many steps, at least one. last_rows: with kColumnsB, the rows of B that count in the last step.
+  template <bool kColumnsA, bool kColumnsB>
   __device__ __forceinline__ void multiply(float (&product)[Tile::kN / 2], int steps, int last_rows = Tile::kK) {
     // The first step by code of its own, in which the compiler sees that what `product` held before is not read: its registers are
     // free from its last use on.
     int previous = ring_.slot;
     begin_step<kColumnsB>(steps == 1 ? last_rows : Tile::kK);
-    multiply_step<kColumnsA, kColumnsB, !kOn>(product);
+    multiply_step<kColumnsA, kColumnsB, true>(product);
     end_step(0, steps);
 #pragma unroll 1
     for (int step = 1; step < steps; ++step) {
@@ -258,12 +177,7 @@ class StepMultiplier {
     }
   }
   __device__ __forceinline__ void release(int slot) {
-    const uint32_t empty = shared_address(&shared_.empty[slot]);
-    if constexpr (Tile::kCtas == 1) {
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(empty);
-    } else if (threadIdx.x % 32 < Tile::kCtas) {  // a lane for each CTA, all of which write into this one's
-      mbarrier_arrive_in_cluster(address_in_cluster(empty, threadIdx.x % 32));
-    }
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&shared_.empty[slot]));
   }
 
   typename Tile::Shared& shared_;
@@ -272,9 +186,8 @@ class StepMultiplier {
   bool leads_;
 };
 
-// A kernel of Tile::kThreads: load(loader) in Tile::kLoaders threads, multiply(multiplier, s_strip, row) in the two warpgroups,
-// each with its registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row`
-// and `row` + 8.
+// A kernel of Tile::kThreads: load(loader) in one thread, multiply(multiplier, s_strip, row) in the two warpgroups, each with its
+// registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
 template <class Tile, class Load, class Multiply>
 __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
   split_warpgroups<Tile>(

@@ -5,25 +5,18 @@
 
 #include "device/common/types.cuh"
 #include "device/sm80/cp_async.cuh"
-#include "device/sm90/mbarrier.cuh"
-#include "device/sm90/tma.cuh"
 
 namespace attention_ext {
 
 // A's rows run along k (as weights, queries and keys lie); B's run along k, or, with kColumnsB, k counts its rows (values).
-// kCtas: of a cluster, each with a tile of its own rows and of the same columns (steps.cuh).
-template <class T_, bool kColumnsB_, int kN_ = 256, int kConsumerRegisters_ = 232, int kCtas_ = 1>
+template <class T_, bool kColumnsB_, int kN_ = 256, int kConsumerRegisters_ = 232>
 struct WgmmaTile {
   using T = T_;
   static constexpr bool kColumnsB = kColumnsB_;
   static constexpr int kTerms = 1;  // half terms of an operand's element
-  static constexpr int kCtas = kCtas_;
-  // Threads that load: one, or one of A and one of B, of different warps, where there would not be registers for both.
-  static constexpr int kLoaders = kCtas > 1 ? 2 : 1;
   // Two warpgroups of 64 x 256: 128 accumulators a thread, as many as leave room for an epilogue, and the fewest reads of shared
   // memory per product (10 KB per 64 x 256 x 16). One CTA an SM.
   static constexpr int kM = 128, kN = kN_;
-  static constexpr int kClusterM = kM * kCtas;
   static constexpr int kK = 64;                      // a row of 128 bytes, the widest swizzle
   static constexpr int kStages = kN == 256 ? 4 : 5;  // 192 or 200 KB; what is left holds the strips of the epilogue
   static constexpr int kSkew = kStages - 2;          // steps that the second warpgroup begins after the first
@@ -41,10 +34,7 @@ struct WgmmaTile {
     Stage stage[kStages];
     alignas(1024) T strip[4 * kConsumers][kStripRows * kStripCols];  // swizzled as the operands are
     uint64_t full[kStages];                                          // TMA arrives with a stage's bytes; the consumers wait
-    uint64_t empty[kStages];  // the consumers' 8 warps arrive, of all CTAs of the cluster; the producer waits
-    // For threads that load and have no registers for them: positions of boxes; of two threads, what each loads next.
-    TensorPosition a, b;
-    RingPlace<kStages> next[2];
+    uint64_t empty[kStages];                                         // the consumers' 8 warps arrive; the producer waits
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 
@@ -61,11 +51,9 @@ struct SplitHalfWgmmaTile {
   using T = __half;
   static constexpr bool kColumnsB = kColumnsB_;
   static constexpr int kTerms = 2;
-  static constexpr int kCtas = 1, kLoaders = 1;
   // Two warpgroups of 64 x 128: 64 accumulators of a part and 64 sums a thread; at n = 256 they would be all 255 registers.
   // n = 64 reads as much of A for half of the products, but where there are no more columns.
   static constexpr int kM = 128, kN = kN_;
-  static constexpr int kClusterM = kM;
   static constexpr int kK = 64;                     // a row of 128 bytes
   static constexpr int kPromoted = kPromoted_;      // 6 products of 64 x 128 x 16 truncate for every 32
   static constexpr int kStages = kN == 64 ? 4 : 3;  // of 48 KB, of 64 KB

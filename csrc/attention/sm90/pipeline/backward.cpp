@@ -108,7 +108,6 @@ class Run {
     scores.delta = delta();
     scores.norm = norm();
     scores.places = in_memory;
-    scores.pairs = in_pairs(slice.row_count, slice.col_count);
     return scores;
   }
 
@@ -142,7 +141,6 @@ class Run {
     gradients.wide_out = params_.wide_grads;
     gradients.ticket = ticket();
     gradients.places = scores.places;
-    gradients.pairs = scores.pairs;
     return gradients;
   }
 

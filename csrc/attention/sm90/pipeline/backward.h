@@ -30,7 +30,6 @@ struct ScoreGradientsParams : StageParams {
   const float* delta;  // (N, L)
   const float* norm;   // (N, L), of rows with a large lse: factors of their probabilities
   int64_t places;      // of matrices in P and dS: the slice's i-th lies in place i % places
-  bool pairs;          // whether clusters of two CTAs make tiles below each other (gemm/sm90/steps.cuh)
 };
 
 // norm[n, i] of rows with a large lse: 1 / sum of exp(score - lse), or 1 where that is so within the type's precision. The slice is
@@ -71,7 +70,6 @@ struct GradientsParams : StageParams {
   bool wide_out;
   unsigned* ticket;  // 0 before the launch and after it
   int64_t places;    // as of scores
-  bool pairs;        // as well
 };
 
 // Both for whole matrices in one launch. P and dS have places for the matrices of some key heads, which are used again.

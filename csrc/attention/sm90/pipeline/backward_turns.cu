@@ -9,8 +9,8 @@
 // - gradients, for all scores of their key head. A warp counts when it has written its rows.
 // - scores, for all gradients of the key head that had their place in P and dS. The first warpgroup counts a tile when its products
 //   are done: then all that the tile reads has arrived in shared memory.
-// Only the thread that loads waits, of A where there is one of B as well: P and dS are A. The warps that write P and dS do so after
-// they have seen what that thread loaded later, which the stages' full barriers order.
+// Only the thread that loads waits. The warps that write P and dS do so after they have seen what that thread loaded later, which
+// the stages' full barriers order.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 240 a consumer thread.
 #include "attention/sm90/pipeline/gradients.cuh"
 #include "attention/sm90/pipeline/score_gradients.cuh"
@@ -47,53 +47,47 @@ struct BackwardTurnsList {
 
 namespace {
 
-template <class Tile>
+template <class T>
 struct BackwardTurnsWork {
   BackwardTurnsParams p;
   ScoreGradientsMaps score_maps;
   GradientsMaps gradient_maps;
   BackwardTurnsList turns;
-  ScoreTiles<Tile, true> score_tiles;
-  GradientTiles<Tile> gradient_tiles;
+  ScoreTiles<ScoreGradientsTile<T>, true> score_tiles;
+  GradientTiles<ScoreGradientsTile<T>> gradient_tiles;
 };
 
-template <class Tile, bool kModified>
-struct BackwardTurns {
-  const BackwardTurnsWork<Tile>& work;
+template <class Tile>
+struct BackwardTurnsShared : SharedWithTickets<Tile> {
+  TensorPosition a, b;  // of boxes: for them the thread that loads has no registers
+};
 
-  __device__ __forceinline__ ScoreGradients<Tile, kModified> scores() const { return {work.p.scores, work.score_tiles}; }
+template <class T, bool kModified>
+struct BackwardTurns {
+  using Tile = ScoreGradientsTile<T>;
+  using Shared = BackwardTurnsShared<Tile>;
+
+  const BackwardTurnsWork<T>& work;
+
+  __device__ __forceinline__ ScoreGradients<T, kModified> scores() const { return {work.p.scores, work.score_tiles}; }
   __device__ __forceinline__ Gradients<Tile> gradients() const { return {work.p.gradients, work.gradient_tiles}; }
   __device__ __forceinline__ unsigned* scores_done(unsigned head) const { return work.p.counters + head; }
   __device__ __forceinline__ unsigned* gradients_done(unsigned head) const { return scores_done(work.turns.heads + head); }
   __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * work.p.gradients.group; }
 
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, unsigned ticket) const {
-    // A thread that loads has registers for the ticket. What follows from it, and params, it finds anew for each thing that it
-    // does.
-    const auto anew = [&] { return BackwardTurns{forget_object(work)}; };
-    const auto turn = [&] { return anew().work.turns.at(forget(ticket)); };
-    if (loader.loads_a()) anew().wait(turn());
-    if (turn().is_scores) {
-      const ScorePlace at = anew().scores().cluster_place(turn().tile);
-      if (at.hidden) return;
-      anew().scores().load_first(loader, work.score_maps, at);
-      anew().scores().load_second(loader, work.score_maps, turn().tile);
-      return;
-    }
-#pragma unroll 1
-    for (unsigned query_head = 0;; ++query_head) {
-      const BackwardTurnsList::Turn now = turn();
-      const auto at = anew().gradients().place(now.tile, anew().first_matrix(now.head));
-      if (at.all_steps == 0 || !anew().gradients().load(loader, work.gradient_maps, at, query_head)) return;
-    }
-  }
-  // For what the tile may not touch earlier.
-  __device__ __forceinline__ void wait(const BackwardTurnsList::Turn& turn) const {
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Shared& shared, unsigned ticket) const {
+    const BackwardTurnsList::Turn turn = work.turns.at(ticket);
     if (turn.is_scores) {
+      const ScorePlace at = scores().place(turn.tile);
+      if (at.hidden) return;
       const unsigned places = static_cast<unsigned>(work.p.scores.places) / static_cast<unsigned>(work.p.gradients.group);
-      if (turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients * Tile::kCtas);
+      if (turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients);
+      scores().load(loader, work.score_maps, at);
     } else {
-      wait_until(scores_done(turn.head), work.turns.scores * 4 * Tile::kConsumers * Tile::kCtas);
+      const auto at = gradients().place(turn.tile, first_matrix(turn.head));
+      if (at.steps == 0) return;
+      wait_until(scores_done(turn.head), work.turns.scores * 4 * Tile::kConsumers);
+      gradients().load(loader, work.gradient_maps, at, shared.a, shared.b);
     }
   }
   static __device__ __forceinline__ void wait_until(const unsigned* g_counter, unsigned count) {
@@ -109,7 +103,7 @@ struct BackwardTurns {
       __syncwarp();  // every lane has written
       if (threadIdx.x % 32 == 0) count_released(scores_done(forget(turn.tile) / work.turns.scores));
     } else {
-      const auto at = gradients().own_place(turn.tile, first_matrix(turn.head));
+      const auto at = gradients().place(turn.tile, first_matrix(turn.head));
       float product[Tile::kN / 2];
       gradients().multiply(multiplier, at, product);
       if (threadIdx.x == 0) count_relaxed(gradients_done(at.n / static_cast<unsigned>(work.p.gradients.group)));
@@ -118,28 +112,31 @@ struct BackwardTurns {
   }
 };
 
-template <class Tile, bool kModified>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward_turns_kernel(const __grid_constant__ BackwardTurnsWork<Tile> work) {
+template <class T, bool kModified>
+__global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
+    backward_turns_kernel(const __grid_constant__ BackwardTurnsWork<T> work) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Tile = ScoreGradientsTile<T>;
+  using Shared = BackwardTurnsShared<Tile>;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
+  Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
   const auto load = [&](StepLoader<Tile>& loader, unsigned ticket) {
-    BackwardTurns<Tile, kModified>{work}.load(loader, ticket);
+    BackwardTurns<T, kModified>{forget_object(work)}.load(loader, shared, ticket);
   };
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned ticket, uint32_t s_strip, int row) {
-    BackwardTurns<Tile, kModified>{work}.multiply(multiplier, ticket, s_strip, row);
+    BackwardTurns<T, kModified>{work}.multiply(multiplier, ticket, s_strip, row);
   };
-  run_by_tickets<Tile>(shared, work.p.gradients.ticket, [&] { return forget_object(work).turns.all(); }, true, load, multiply);
+  run_by_tickets<Tile>(shared, work.p.gradients.ticket, work.turns.all(), true, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
 }
 
-template <class Tile>
-cudaError_t launch_tile(const BackwardTurnsParams& params, cudaStream_t stream) {
+template <class T>
+cudaError_t launch_typed(const BackwardTurnsParams& params, cudaStream_t stream) {
+  using Tile = ScoreGradientsTile<T>;
   const GradientsParams& gradients = params.gradients;
-  const ScoreTiles<Tile, true> score_tiles = score_gradients_tiles<Tile>(params.scores);
+  const ScoreTiles<Tile, true> score_tiles = score_gradients_tiles<T>(params.scores);
   Slice head = gradients.slice;  // any: tiles of a key head are counted from its own first one
   head.batch_count = gradients.group;
   const GradientTiles<Tile> gradient_tiles(head, gradients.sequence.causal, gradients.group, gradients.of[kGradKey].width,
@@ -147,26 +144,18 @@ cudaError_t launch_tile(const BackwardTurnsParams& params, cudaStream_t stream) 
   const BackwardTurnsList turns = {static_cast<unsigned>(gradients.slice.batch_count / gradients.group),
                                    static_cast<unsigned>(params.ahead),
                                    static_cast<unsigned>(gradients.group) * score_tiles.of_matrix(), gradient_tiles.all()};
-  BackwardTurnsWork<Tile> work = {params, {}, {}, turns, score_tiles, gradient_tiles};
-  cudaError_t status = make_score_gradients_maps<Tile>(work.score_maps, params.scores);
+  BackwardTurnsWork<T> work = {params, {}, {}, turns, score_tiles, gradient_tiles};
+  cudaError_t status = make_score_gradients_maps<T>(work.score_maps, params.scores);
   if (status == cudaSuccess) status = make_gradients_maps<Tile>(work.gradient_maps, gradients);
   if (status != cudaSuccess) return status;
-  auto kernel = backward_turns_kernel<Tile, false>;
-  if constexpr (Tile::kCtas == 1) {
-    if (modified(params.scores)) kernel = backward_turns_kernel<Tile, true>;
-  }
-  return launch_persistent<Tile, sizeof(SharedWithTickets<Tile>)>(kernel, turns.all(), stream, work);
+  const auto kernel = modified(params.scores) ? backward_turns_kernel<T, true> : backward_turns_kernel<T, false>;
+  return launch_persistent<Tile, sizeof(BackwardTurnsShared<Tile>)>(kernel, turns.all(), stream, work);
 }
 
 }  // namespace
 
 cudaError_t launch_backward_turns(const BackwardTurnsParams& params, cudaStream_t stream) {
-  return dispatch_half_type(params.scores.type, [&](auto element) {
-    using T = decltype(element);
-    // With a mask or dropout a pair's tile of scores would not have the registers.
-    return params.scores.pairs && !modified(params.scores) ? launch_tile<ScoreGradientsTile<T, 2>>(params, stream)
-                                                           : launch_tile<ScoreGradientsTile<T, 1>>(params, stream);
-  });
+  return dispatch_half_type(params.scores.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

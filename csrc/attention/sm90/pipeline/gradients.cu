@@ -2,8 +2,7 @@
 //
 // Order of tiles: of equally long ones head by head, so that dK and dQ read dS together; else the longest first. A CTA takes the
 // next one when it is free.
-// Grid: persistent CTAs, one an SM, alone or in clusters of two; 384 threads. Shared memory: WgmmaTile::Shared, Tickets.
-// Registers: 232 a consumer thread.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 232 a consumer thread.
 #include "attention/sm90/pipeline/gradients.cuh"
 #include "core/arithmetic.h"
 #include "core/dispatch.h"
@@ -22,17 +21,16 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const Gradients<Tile> work = {params, list};
   const auto load = [&](StepLoader<Tile>& loader, unsigned tile) {
     const auto at = work.place(tile, params.slice.batch_begin);
-    if (at.all_steps == 0) return;
-    unsigned head = 0;
-    while (work.load(loader, maps, at, head)) ++head;
+    TensorPosition a, b;
+    if (at.steps > 0) work.load(loader, maps, at, a, b);
   };
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) {
-    const auto at = work.own_place(tile, params.slice.batch_begin);
+    const auto at = work.place(tile, params.slice.batch_begin);
     float product[Tile::kN / 2];
     work.multiply(multiplier, at, product);
     work.write(at, row, product, s_strip);
   };
-  run_by_tickets<Tile>(shared, params.ticket, [&] { return forget_object(list).all(); }, false, load, multiply);
+  run_by_tickets<Tile>(shared, params.ticket, list.all(), false, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -50,21 +48,18 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
 }
 
 // Tiles of 192 columns where they pay for fewer that do not exist, as in values.cu.
-template <class T, int kCtas>
-cudaError_t launch_narrow_or_wide(const GradientsParams& params, cudaStream_t stream) {
+template <class T>
+cudaError_t launch_typed(const GradientsParams& params, cudaStream_t stream) {
   const auto narrow = [](int64_t width) { return ceil_div(width, 192) == ceil_div(width, 256); };
   return narrow(params.of[kGradKey].width) && narrow(params.of[kGradValue].width)
-             ? launch_tile<WgmmaTile<T, true, 192, 232, kCtas>>(params, stream)
-             : launch_tile<WgmmaTile<T, true, 256, 232, kCtas>>(params, stream);
+             ? launch_tile<WgmmaTile<T, true, 192>>(params, stream)
+             : launch_tile<WgmmaTile<T, true>>(params, stream);
 }
 
 }  // namespace
 
 cudaError_t launch_gradients(const GradientsParams& params, cudaStream_t stream) {
-  return dispatch_half_type(params.type, [&](auto element) {
-    using T = decltype(element);
-    return params.pairs ? launch_narrow_or_wide<T, 2>(params, stream) : launch_narrow_or_wide<T, 1>(params, stream);
-  });
+  return dispatch_half_type(params.type, [&](auto element) { return launch_typed<decltype(element)>(params, stream); });
 }
 
 }  // namespace attention_ext

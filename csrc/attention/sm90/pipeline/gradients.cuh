@@ -16,7 +16,7 @@
 namespace attention_ext {
 
 struct GradientsMaps {
-  // Boxes of 64 columns and of 64 rows, score_grad_rows of 128, and of B's share of 64.
+  // Boxes of 64 rows by 64 columns; score_grad_rows: of 128 rows.
   CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out;
 };
 
@@ -34,62 +34,38 @@ struct Gradients {
   __device__ __forceinline__ Place place(unsigned tile, int64_t batch_begin) const {
     return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin);
   }
-  // What this CTA multiplies of it.
-  __device__ __forceinline__ Place own_place(unsigned tile, int64_t batch_begin) const {
-    if constexpr (Tile::kCtas == 1) {
-      return place(tile, batch_begin);
-    } else {
-      return list.own_place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin,
-                            static_cast<int>(cta_of_cluster<Tile>()));
-    }
-  }
 
-  // The operands of the cluster's steps of one query head, at least one; whether there are those of another.
-  __device__ __forceinline__ bool load(StepLoader<Tile>& loader, const GradientsMaps& maps, const Place& at,
-                                       unsigned head) const {
-    TensorPosition &a = loader.shared().a, &b = loader.shared().b;
+  // The operands of a tile of at least one step. a, b: where positions are kept, in registers or in shared memory.
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const GradientsMaps& maps, const Place& at, TensorPosition& a,
+                                       TensorPosition& b) const {
     const unsigned matrix = (at.n - static_cast<unsigned>(p.slice.batch_begin)) % forget(static_cast<unsigned>(p.places));
     if (at.of == kGradQuery) {
-      if (loader.loads_a()) a = {{0, first_row_of_cta<Tile>(at.m), static_cast<int>(matrix), 0, 0}};
-      if (loader.loads_b()) {
-        b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
-        set_batch(b, p.batch, p.key, at.n);
-      }
-      loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b, at.all_steps);
-      return false;
+      a = {{0, at.m, static_cast<int>(matrix), 0, 0}};
+      b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
+      set_batch(b, p.batch, p.key, at.n);
+      loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b, at.steps);
+      return;
     }
     const bool is_value = at.of == kGradValue;
     const CUtensorMap& map_a = is_value ? maps.probabilities : maps.score_grad;
     const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
-    if (loader.loads_a()) a = {{first_row_of_cta<Tile>(at.m), at.k_begin, static_cast<int>(matrix + head), 0, 0}};
-    if (loader.loads_b()) {
+#pragma unroll 1
+    for (unsigned head = 0; head < heads(); ++head) {
+      a = {{at.m, at.k_begin, static_cast<int>(matrix + head), 0, 0}};
       b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
       set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);
+      loader.template load<true, true>(map_a, a, map_b, b, at.steps);
     }
-    loader.template load<true, true>(map_a, a, map_b, b, at.all_steps);
-    return head + 1 < heads();
   }
 
   __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, const Place& at,
                                            float (&product)[Tile::kN / 2]) const {
     if (at.steps == 0) {
       multiplier.let_follow();
-      if constexpr (Tile::kCtas > 1) {
-        multiplier.skip(at.of == kGradQuery ? at.all_steps : at.all_steps * static_cast<int>(heads()));
-      }
 #pragma unroll
       for (int i = 0; i < Tile::kN / 2; ++i) product[i] = 0.0f;
     } else if (at.of == kGradQuery) {
       multiplier.template multiply<false, true>(product, at.steps, at.last_rows);
-      if constexpr (Tile::kCtas > 1) multiplier.skip(at.all_steps - at.steps);
-    } else if (Tile::kCtas > 1 && at.before > 0) {
-      multiplier.skip(at.before);
-      multiplier.template multiply<true, true>(product, at.steps);
-#pragma unroll 1
-      for (unsigned head = 1; head < heads(); ++head) {
-        multiplier.skip(at.before);
-        multiplier.template multiply<true, true, true>(product, at.steps);
-      }
     } else {
       multiplier.template multiply<true, true>(product, at.steps * static_cast<int>(heads()));
     }
@@ -187,7 +163,7 @@ cudaError_t make_gradients_maps(GradientsMaps& maps, const GradientsParams& para
     return make_tensor_map(to, params.type, matrices, view, slice.row_count, slice.col_count, box);
   };
   const auto operand = [&](CUtensorMap& to, const MatrixView& view, int64_t lines, int64_t width) {
-    return make_tensor_map(to, params.type, params.batch, view, lines, width, kRowsOfB<Tile, true>);
+    return make_tensor_map(to, params.type, params.batch, view, lines, width, Tile::kK);
   };
   cudaError_t status = scores(maps.probabilities, params.probabilities, Tile::kK);
   if (status == cudaSuccess) status = scores(maps.score_grad, params.score_grad, Tile::kK);

@@ -20,17 +20,17 @@
 
 namespace attention_ext {
 
-template <class T, int kCtas>
-using ScoreGradientsTile = WgmmaTile<T, false, 256, 240, kCtas>;
+template <class T>
+using ScoreGradientsTile = WgmmaTile<T, false, 256, 240>;
 
 struct ScoreGradientsMaps {
   CUtensorMap query, key, grad_out, value;
 };
 
 // kModified: there is a mask or dropout.
-template <class Tile, bool kModified>
+template <class T, bool kModified>
 struct ScoreGradients {
-  using T = typename Tile::T;
+  using Tile = ScoreGradientsTile<T>;
   static constexpr int kPart = 64, kParts = Tile::kN / kPart;  // columns at a time, as many as a strip has
   static constexpr float kWeightScale = weight_scale(kDataType<T>);
 
@@ -38,45 +38,22 @@ struct ScoreGradients {
   const ScoreTiles<Tile, true>& tiles;
 
   static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
-  // Of a cluster: of its first CTA's tile, hidden if it is from all of the cluster's rows.
-  __device__ __forceinline__ ScorePlace cluster_place(unsigned tile) const {
-    TileIndex index = tiles.at(tile);
-    index.m *= Tile::kCtas;
-    ScorePlace at = score_place<Tile, uint32_t>(p.slice, p.sequence, index);
-    if constexpr (Tile::kCtas > 1) at.hidden = at.col >= at.range.end_of_tile(at.row, Tile::kClusterM);
-    return at;
-  }
-  // Of this CTA's own tile; one that does not exist is hidden.
   __device__ __forceinline__ ScorePlace place(unsigned tile) const {
-    TileIndex index = tiles.at(tile);
-    index.m = index.m * Tile::kCtas + static_cast<int>(cta_of_cluster<Tile>());
-    ScorePlace at = score_place<Tile, uint32_t>(p.slice, p.sequence, index);
-    if (Tile::kCtas > 1 && at.rows <= 0) at.hidden = true;
-    return at;
+    return score_place<Tile, uint32_t>(p.slice, p.sequence, tiles.at(tile));
   }
 
-  // The operands of both products, one after the other, of a tile of which some row of the cluster sees some key. Positions are
-  // kept in shared memory, and the second finds the tile's place anew: there are no registers for them.
-  __device__ __forceinline__ void load_first(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps,
-                                             const ScorePlace& at) const {
+  // The operands of a tile that some row sees.
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, const ScorePlace& at) const {
     load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
-  }
-  __device__ __forceinline__ void load_second(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, unsigned tile) const {
-    load_product(loader, cluster_place(forget(tile)), p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
+    load_product(loader, at, p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
   }
   __device__ __forceinline__ void load_product(StepLoader<Tile>& loader, const ScorePlace& at, const int64_t& width,
                                                const CUtensorMap& map_a, const MatrixView& view_a, const CUtensorMap& map_b,
                                                const MatrixView& view_b) const {
-    TensorPosition &a = loader.shared().a, &b = loader.shared().b;
-    if (loader.loads_a()) {
-      a = {{0, first_row_of_cta<Tile>(at.row), 0, 0, 0}};
-      set_batch(a, p.batch, view_a, static_cast<uint32_t>(at.n));
-    }
+    TensorPosition a = {{0, at.row, 0, 0, 0}}, b = {{0, at.col, 0, 0, 0}};
+    set_batch(a, p.batch, view_a, static_cast<uint32_t>(at.n));
     keep_order();  // one after the other: what they read takes registers
-    if (loader.loads_b()) {
-      b = {{0, at.col, 0, 0, 0}};
-      set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
-    }
+    set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
     keep_order();
     loader.template load<false, false>(map_a, a, map_b, b, steps_of(width));
   }
@@ -94,10 +71,7 @@ struct ScoreGradients {
     float product[Tile::kN / 2];
     {
       const ScorePlace at = place(tile);
-      if (at.hidden) {
-        if (Tile::kCtas > 1 && !cluster_place(tile).hidden) multiplier.skip(steps_of(p.E) + steps_of(p.Ev));
-        return false;
-      }
+      if (at.hidden) return false;
       const Rows rows = fetch(at, row);
       multiplier.template multiply<false, false>(product, steps_of(p.E));
       const bool large = !(fabsf(rows.lse[0]) < kLargeLse && fabsf(rows.lse[1]) < kLargeLse);
@@ -280,22 +254,23 @@ struct ScoreGradients {
   }
 };
 
-template <class Tile>
+template <class T>
 cudaError_t make_score_gradients_maps(ScoreGradientsMaps& maps, const ScoreGradientsParams& params) {
+  using Tile = ScoreGradientsTile<T>;
   const Slice& slice = params.slice;
   const int64_t rows = slice.row_begin + slice.row_count, keys = slice.col_begin + slice.col_count;
   const auto map = [&](CUtensorMap& to, const MatrixView& view, int64_t lines, int64_t width, int box) {
     return make_tensor_map(to, params.type, params.batch, view, lines, width, box);
   };
   cudaError_t status = map(maps.query, params.query, rows, params.E, Tile::kM);
-  if (status == cudaSuccess) status = map(maps.key, params.key, keys, params.E, kRowsOfB<Tile, false>);
+  if (status == cudaSuccess) status = map(maps.key, params.key, keys, params.E, Tile::kN);
   if (status == cudaSuccess) status = map(maps.grad_out, params.grad_out, rows, params.Ev, Tile::kM);
-  if (status == cudaSuccess) status = map(maps.value, params.value, keys, params.Ev, kRowsOfB<Tile, false>);
+  if (status == cudaSuccess) status = map(maps.value, params.value, keys, params.Ev, Tile::kN);
   return status;
 }
 
-template <class Tile>
-ScoreTiles<Tile, true> score_gradients_tiles(const ScoreGradientsParams& params) {
+template <class T>
+ScoreTiles<ScoreGradientsTile<T>, true> score_gradients_tiles(const ScoreGradientsParams& params) {
   Slice from_keys = params.slice;  // every row of a causal slice sees its first key, from which tiles may as well be counted
   from_keys.row_begin -= from_keys.col_begin;
   from_keys.col_begin = 0;

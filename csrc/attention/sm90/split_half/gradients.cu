@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned number, uint32_t, int row) {
     work.multiply(multiplier, number, row);
   };
-  run_by_tickets<Tile>(shared, params.ticket, [&] { return lists.all(); }, true, load, multiply);
+  run_by_tickets<Tile>(shared, params.ticket, lists.all(), true, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
