@@ -86,6 +86,10 @@ struct ScorePairs {
     int turn = 0;
     for_each_tile([&](const ScorePlace& at) {
       const Fetched fetched = fetch(at, row);
+      if constexpr (kMasked) {
+        prefetch_mask<PairsTile::kN>(p.weights.mask, p.weights.mask_type, mask_offset(at), at.row + row, at.row + at.rows,
+                                     at.col, at.range.keys);
+      }
       float weights[PairsTile::kN / 2], grads[PairsTile::kN / 2];
       PlainPromotion of_weights(weights);
       multiplier.template multiply_terms<false, false>(weights, steps(p.weights.E), of_weights);
@@ -148,12 +152,15 @@ struct ScorePairs {
     return p.terms.row_values[first_row(at) + row];
   }
 
+  __device__ __forceinline__ int64_t mask_offset(const ScorePlace& at) const {
+    return kMasked ? batch_offset(p.weights.batch, p.weights.mask, at.n, at.slice_index) : 0;
+  }
+
   // Products to weights, relative to their segment's reference.
   __device__ __forceinline__ void make_weights(const ScorePlace& at, int row, const Fetched& fetched,
                                                float (&weights)[PairsTile::kN / 2],
                                                SplitHalfSegment (&of_rows)[kSegments][2]) const {
-    const int64_t mask = kMasked ? batch_offset(p.weights.batch, p.weights.mask, at.n, at.slice_index) : 0;
-    SegmentPlace place = {at.n, mask, at.range, at.row + row, at.row + at.rows, 0, at.col};
+    SegmentPlace place = {at.n, mask_offset(at), at.range, at.row + row, at.row + at.rows, 0, at.col};
     place.open = open_keys(place.range, place.row, place.end_row);
     bool too_large = false;
 #pragma unroll

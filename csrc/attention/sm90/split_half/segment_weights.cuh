@@ -29,6 +29,31 @@ __device__ __forceinline__ float segment_factor(float reference, float largest) 
   return __int_as_float((power + 127) << 23);
 }
 
+// Asks for the sector of 32 bytes to be in L2.
+__device__ __forceinline__ void prefetch_sector(const void* g_src) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(g_src)); }
+
+// Asks for a tile's mask to be in L2 while the products are made that it is added to: registers are short, so it is read a few
+// loads at a time, and each of these turns would wait for memory. Of the thread's two rows, kKeys from `key` on; the four lanes
+// that share the rows take their sectors in turn.
+template <int kKeys>
+__device__ __forceinline__ void prefetch_mask(const MatrixView& mask, MaskType type, int64_t offset, int row, int end_row,
+                                              int key, int keys) {
+  if (!mask.vector) return;
+  visit_mask<float>(mask, type, [&](auto* g_mask) {
+    constexpr int kSector = 32 / sizeof(*g_mask);  // keys
+    key += threadIdx.x % 4 * kSector;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (row + 8 * half >= end_row) break;
+      const auto* g_key = g_mask + offset + (row + 8 * half) * mask.row_stride + key;
+#pragma unroll
+      for (int i = 0; i < kKeys; i += 4 * kSector) {
+        if (key + i < keys) prefetch_sector(g_key + i);
+      }
+    }
+  });
+}
+
 constexpr int kMostSplitHalfExponent = 90;          // of a score's factor: products are up to 2^40
 constexpr float kLeastSplitHalfFactor = 0x1p-100f;  // far from where a factor and -inf would make NaN
 
