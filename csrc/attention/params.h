@@ -26,6 +26,15 @@ struct ForwardParams {
   int64_t workspace_bytes;  // that the caller would have it stay under
 };
 
+// Matrices that the mask has of its own; at least 1.
+inline int64_t mask_matrices(const ForwardParams& params) {
+  int64_t matrices = 1;
+  for (int dim = 0; dim < params.batch.count; ++dim) {
+    if (params.mask.batch_stride[dim] != 0) matrices *= params.batch.size[dim];
+  }
+  return matrices;
+}
+
 // The whole backward: the forward's call, its results given, and the gradients. At least one query row.
 struct BackwardParams : ForwardParams {
   int64_t key_group, value_group;  // Hq / Hk, Hq / Hv

@@ -30,9 +30,7 @@ Problem problem_of(const Params& params, int64_t key_group, int64_t value_group)
   problem.type = params.type;
   problem.mask = params.mask_type;
   problem.mask_rows = params.mask.row_stride != 0;
-  for (int dim = 0; dim < params.batch.count; ++dim) {
-    if (params.mask.batch_stride[dim] != 0) problem.mask_matrices *= params.batch.size[dim];
-  }
+  problem.mask_matrices = mask_matrices(params);
   problem.causal = params.sequence.causal;
   problem.dropout = params.dropout.seed != nullptr;
   problem.query = operand_of(params.batch, params.query, params.L, element);

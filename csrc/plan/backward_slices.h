@@ -10,7 +10,6 @@
 
 #include "core/arithmetic.h"
 #include "core/slice.h"
-#include "plan/slices.h"
 
 namespace attention_ext {
 

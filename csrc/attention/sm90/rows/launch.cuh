@@ -18,10 +18,7 @@ inline int64_t sharers_of_mask(const ForwardParams& params) {
 }
 
 inline int64_t elements_of_mask(const ForwardParams& params) {
-  int64_t elements = params.mask.row_stride != 0 ? params.L * params.S : params.S;
-  for (int dim = 0; dim < params.batch.count; ++dim)
-    elements *= params.mask.batch_stride[dim] != 0 ? params.batch.size[dim] : 1;
-  return elements;
+  return mask_matrices(params) * (params.mask.row_stride != 0 ? params.L * params.S : params.S);
 }
 
 template <class Tile, RowsKind kKind>
@@ -87,13 +84,9 @@ cudaError_t launch_rows_class(const ForwardParams& params, cudaStream_t stream) 
   const bool general = params.mask_type != MaskType::kNone || params.dropout.seed != nullptr ||
                        params.sequence.key_lengths != nullptr || !scales_exponents(static_cast<float>(params.scale));
   const int64_t sms = current_device_info().sms;
-  int64_t mask_matrices = 1;
-  for (int dim = 0; dim < params.batch.count; ++dim) {
-    if (params.mask.batch_stride[dim] != 0) mask_matrices *= params.batch.size[dim];
-  }
   const RowsWorkspace plan =
       rows_workspace_of({params.N, params.L, params.S, params.E, params.Ev, params.key.group,
-                         params.mask_type != MaskType::kNone, params.mask.row_stride != 0, mask_matrices},
+                         params.mask_type != MaskType::kNone, params.mask.row_stride != 0, mask_matrices(params)},
                         params.workspace_bytes);
   const RowsGrid grid = rows_grid(kClass, general, params.N, params.key.group, params.L, plan.pieces.split.pieces, sms);
   return dispatch_half_type(params.type, [&](auto element) {
