@@ -32,12 +32,12 @@ struct RowsBackwardShape {
 
 constexpr int kRowsBackwardTile = 128;  // queries of a tile of the row kernel
 
-// Shared memory, of 227 KB: row kernel 32 KB a place and step, 128 bytes a key, step and slot; column kernel 256 bytes a key, step
-// and place and 256 a query, step and stage; strips 16 KB, or by roles 256 bytes a query for P; 13 bytes a query for its record.
-// From 192 on a gradient leaves through the place of an operand. Registers of a consumer thread: row kernel dQ 32 a step, S and dP 1
-// a key, dS a quarter; column kernel dK and dV 64 a step, S and dP 1 a query, P and dS half of that; by roles half of each. Where dQ
-// comes first, two slots of keys are enough, and one of values: they are free while dQ and S are multiplied. Times fitted on an H200
-// (lengths 2048 and 8192). general: there is a mask or dropout, which want registers.
+// Shared memory, of 227 KB: row kernel 32 KB a place and step, 128 bytes a key, step and slot; column kernel 256 bytes a key,
+// step and place and 256 a query, step and stage; strips 16 KB, or by roles 256 bytes a query for P; 13 bytes a query for its
+// record. From 192 on a gradient leaves through the place of an operand. Registers of a consumer thread: row kernel dQ 32 a
+// step, S and dP 1 a key, dS a quarter; column kernel dK and dV 64 a step, S and dP 1 a query, P and dS half of that; by roles
+// half of each. Where dQ comes first, two slots of keys are enough, and one of values: they are free while dQ and S are
+// multiplied. Times fitted on an H200 (lengths 2048 and 8192). general: there is a mask or dropout, which want registers.
 constexpr RowsBackwardShape rows_backward_shape(int head_dim_class, bool general = false) {
   if (general && head_dim_class == 64) return {1, 96, 2, 3, 3, true, 128, 64, 2, 4, true, true, 1000, 1050};
   if (general && head_dim_class == 192) return {3, 64, 1, 3, 2, false, 64, 64, 1, 3, false, true, 1750, 1350};

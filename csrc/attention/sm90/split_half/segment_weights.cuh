@@ -5,6 +5,7 @@
 #include "attention/visibility/dropout.cuh"
 #include "attention/visibility/score_modifier.cuh"
 #include "device/common/math.cuh"
+#include "device/sm80/prefetch.cuh"
 
 namespace attention_ext {
 
@@ -28,9 +29,6 @@ __device__ __forceinline__ float segment_factor(float reference, float largest) 
   const int power = static_cast<int>(fmaxf(reference - largest, -127.0f));
   return __int_as_float((power + 127) << 23);
 }
-
-// Asks for the sector of 32 bytes to be in L2.
-__device__ __forceinline__ void prefetch_sector(const void* g_src) { asm volatile("prefetch.global.L2 [%0];\n" ::"l"(g_src)); }
 
 // Asks for a tile's mask to be in L2 while the products are made that it is added to: registers are short, so it is read a few
 // loads at a time, and each of these turns would wait for memory. Of the thread's two rows, kKeys from `key` on; the four lanes
