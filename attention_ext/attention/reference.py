@@ -52,7 +52,8 @@ def random_bits(seed: int, batches: int, rows: range, keys: int) -> Tensor:
     bits = torch.stack([words & 0xFFFF, words >> 16], -1).unflatten(-2, (2, 2)).unflatten(1, (-1, 8)).unflatten(3, (-1, 4))
     # (batches, 16 queries, of 8, 16 keys, of 4, keys 8 apart, queries 8 apart, adjacent keys) -> queries and keys in their order
     bits = bits.permute(0, 1, 6, 2, 3, 5, 4, 7).flatten(4, 7).flatten(1, 3).flatten(2)
-    return bits[:, rows.start - first : rows.stop - first, :keys]
+    wanted: Tensor = bits[:, rows.start - first : rows.stop - first, :keys]
+    return wanted
 
 
 def keep_mask(seed: int, dropout_p: float, batches: int, rows: range, keys: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Registers all of the operators that is not a kernel: router, fake kernels, CPU path, autograd, autocast, vmap."""
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -36,9 +37,16 @@ def _forward_fake(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return empty_results(check_forward(AttentionCall(*arguments, **options)))
 
 
+def _are_plain(tensors: Iterable[Any]) -> bool:
+    """Whether the kernels' own checks say all there is to say of these; not of classes of tensors, of None, of other things."""
+    return all(type(t) is Tensor for t in tensors)
+
+
 def _forward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Without a gradient, as in every compiled program, the checks are those of the kernel, the fake one's too."""
     differentiable = arguments[:4]
+    if not _are_plain(differentiable if arguments[3] is not None else differentiable[:3]):
+        check_forward(AttentionCall(*arguments, **options))
     if tangents(*differentiable):
         raise RuntimeError("attention_ext: sdpa_forward has no forward-mode derivative; torch.ops.attention_ext.sdpa has one.")
     if any_needs_grad(*differentiable):
@@ -47,7 +55,11 @@ def _forward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Ten
         return record(call)
     if log_wanted():
         _log_forward(*arguments, **options)
-    out, lse = redispatch(_FORWARD, keyset, *arguments, **options)
+    try:
+        out, lse = redispatch(_FORWARD, keyset, *arguments, **options)
+    except NotImplementedError:  # the dispatcher's sentence, of a layout that has no kernel
+        check_forward(AttentionCall(*arguments, **options))
+        raise
     return out, lse
 
 
@@ -77,13 +89,18 @@ def _backward_fake(*arguments: Any, **options: Any) -> tuple[Tensor, ...]:
 
 def _backward_autograd(keyset: Any, *arguments: Any, **options: Any) -> tuple[Tensor, ...]:
     grads: tuple[Tensor, ...]
-    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments):
+    recorded = torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in arguments)
+    if recorded or not _are_plain(t for t in arguments[:8] if t is not None):
         _check_backward(*arguments, **options)
-        log_backward(*arguments, **options)
+    log_backward(*arguments, **options)
+    if recorded:
         grads = AttentionGrad.apply(options, *arguments)
-    else:
-        log_backward(*arguments, **options)
+        return grads
+    try:
         grads = redispatch(_BACKWARD, keyset, *arguments, **options)
+    except NotImplementedError:
+        _check_backward(*arguments, **options)
+        raise
     return grads
 
 
