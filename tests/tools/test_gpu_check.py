@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
+import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -91,26 +93,40 @@ def test_two_cards_in_a_new_record_and_in_a_full_run(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("cards", "visible"), [(1, None), (2, None), (2, "4,7")])
 def test_the_second_card_is_for_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cards: int, visible: str | None) -> None:
-    """The first is timed; the parts come after the tests, the lists of shapes at the same time on the second card, the host's times
-    alone after that, and the tests of two cards with both last."""
-    module, done = script("gpu_check"), []
+    """The first is timed, cases and then lists of shapes. The parts come after the tests, what is left of the lists at the same
+    time on the second card, the host's times alone after that, and the tests of two cards with both last."""
+    module, done, lists_begun = script("gpu_check"), [], threading.Event()
 
     def run(what: str, result: Any) -> Any:
         return lambda *args: (done.append((what, args[-1].get("CUDA_VISIBLE_DEVICES"))), result)[1]
 
+    def run_bench(name: str, options: list[str], env: dict[str, str]) -> tuple[int, dict[str, Any]]:
+        if name == "record_shapes":
+            lists_begun.set()
+            time.sleep(0.05)  # both cards get some
+        return run(name, (0, {"error_rule": []}))(env)
+
+    def tests_run(shares: list[list[str]], env: dict[str, str]) -> list[ET.Element]:
+        if cards > 1:
+            assert lists_begun.wait(60), "lists are timed while tests run"
+        return run(f"{len(shares)} shares", [])(env)
+
     monkeypatch.setattr(module, "install", lambda wheel: ({"CUDA_VISIBLE_DEVICES": visible} if visible else {}, about(TREE, cards)))
-    monkeypatch.setattr(module, "run_bench", lambda name, options, env: run(name, (0, {"error_rule": []}))(env))
-    monkeypatch.setattr(module, "run_tests", lambda shares, env: run(f"{len(shares)} shares", [])(env))
+    monkeypatch.setattr(module, "run_bench", run_bench)
+    monkeypatch.setattr(module, "run_tests", tests_run)
     monkeypatch.setattr(module, "run_two_cards", run("two cards", []))
     monkeypatch.setattr("sys.argv", ["gpu_check", "some.whl", "--out", str(tmp_path), "--skip-sanitizer", "--examples", "0"])
     module.main()
     first, second = (visible or "0,1").split(",") if cards > 1 else (None, None)
     tests = (f"{gpu_tests.PROCESSES} shares", second)
-    parts, lists = [(part, first) for part in evidence.PARTS], [("record_shapes", second)] * len(module.LISTS)
+    parts, lists = [(part, first) for part in evidence.PARTS], [one for one in done if one[0] == "record_shapes"]
+    assert len(lists) == len(module.LISTS)
     if cards > 1:
-        assert done[:2] in ([("record", first), tests], [tests, ("record", first)])
-        assert [one for one in done[2:] if one != lists[0]] == [*parts, ("two cards", visible)] and parts[-1][0] == "host_time"
-        assert done.count(lists[0]) == len(lists) and done[-2] == parts[-1]
+        rest = [one for one in done if one not in lists]
+        assert rest == [("record", first), tests, *parts, ("two cards", visible)] and parts[-1][0] == "host_time"
+        assert {card for _, card in lists} == {first, second} and done[-2] == parts[-1]
+        on_first = [number for number, one in enumerate(done) if one == ("record_shapes", first)]
+        assert max(on_first) < done.index(parts[0]) and min(on_first) > done.index(("record", first))
     else:
         assert done == [("record", first), *lists, *parts, tests]
 
