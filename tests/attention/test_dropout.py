@@ -108,7 +108,7 @@ def check_with_the_mask_of_forward(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float"])
 def test_backward_uses_the_mask_of_forward(device: str, dtype: torch.dtype, kind: str) -> None:
-    p, S = 0.4, 23
+    p, S = 0.375, 23  # which rounds to itself: on the CPU PyTorch's operator drops, which does not round
     q, k, v = with_identity(19, S, dtype, device)
     mask = {"bool": torch.rand(19, S, device=device) < 0.8, "float": normal(19, S, dtype=dtype, device=device)}.get(kind)
     inputs = [*leaves(q, k, v.contiguous()), *leaves(mask)]
@@ -143,7 +143,7 @@ def test_ranks(device: str, rank: int) -> None:
     assert out.isfinite().all() and out.dim() == rank and all(g.isfinite().all() and g.any() for g in grads)
 
 
-P = 0.3
+P = 0.3125  # which rounds to itself: on the CPU PyTorch's operator drops, which does not round
 ROUTERS = pytest.mark.parametrize("router", ["sdpa", "sdpa_with_lse"])
 
 
