@@ -4,7 +4,8 @@
     python bench/backends.py > bench/results/backends_<card>.json
 
 The everyday calls in half precision with head dims up to 256, where PyTorch has fast back ends: the forward alone, replayed by a
-CUDA graph so that the host's time is no part of it, and forward and backward together as they are queued.
+CUDA graph so that the host's time is no part of it, and forward and backward together as they are queued. Ours is sdpa without any
+route to PyTorch.
 """
 
 import json
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from common import DEVICE, attempt, first_line, in_turns, log, own_kernels
-from everyday import EVERYDAY, Everyday
+from common import DEVICE, attempt, first_line, in_turns, log
+from everyday import EVERYDAY, OPERATORS, Everyday
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention_ext._torch_private import chosen_by_torch
+from attention_ext.attention import choice as routing
 
 BACK_ENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -40,7 +42,7 @@ def operators(call: Everyday, operands: list[torch.Tensor]) -> dict[str, Callabl
         with sdpa_kernel(back_end):
             return F.scaled_dot_product_attention(*operands, **options)
 
-    ours = own_kernels(call.case, *operands, mask=options["attn_mask"])
+    ours = partial(OPERATORS["ours"], *operands, **options)
     return {"ours": ours, "torch": partial(by, None), **{name: partial(by, own) for name, own in BACK_ENDS.items()}}
 
 
@@ -87,6 +89,7 @@ def row(call: Everyday) -> dict[str, Any]:
 
 def main() -> int:
     rows = []
+    routing.ROUTES = {torch.cuda.get_device_capability(DEVICE): {}}
     for call in EVERYDAY:
         case = call.case
         if max(case.E, case.Ev) > WIDEST or case.dtype == torch.float32 or call.biasgrad:
