@@ -7,11 +7,12 @@
 // 3. What earlier slices left is the first term. The last slice that has a term of an element rounds it to the mask's dtype. All
 //    sums are in a fixed order: no atomics, the same bits every time.
 // Grid: one CTA per matrix of the slice, share of its terms, rows and column tile of the mask; of the matrices that share one of
-// the mask the first one's CTAs work. Shared memory: 8 x 512 accumulators, 16 KB (double: 32 KB). 124 registers: two CTAs an SM.
+// the mask the first one's CTAs work. Shared memory: 8 x 512 accumulators, 16 KB (double: 32 KB). 128 registers: two CTAs an SM.
 #include <type_traits>
 
 #include "attention/pipeline/mask_matrices.cuh"
 #include "attention/pipeline/params.h"
+#include "attention/pipeline/score_terms.cuh"
 #include "attention/pipeline/stage.h"
 #include "attention/visibility/key_range.cuh"
 #include "core/arithmetic.h"
@@ -20,8 +21,6 @@
 #include "device/common/batch.cuh"
 #include "device/common/math.cuh"
 #include "device/common/types.cuh"
-#include "gemm/split_half/epilogue.cuh"
-#include "gemm/split_half/params.h"
 
 namespace attention_ext {
 namespace {
@@ -44,47 +43,6 @@ struct Work {
   int shares;                            // warps of a CTA that share them: all or one
   bool partial;                          // the terms are what splits left for each matrix, not dS
 };
-
-// A matrix of the mask and, of the score matrices that share it, those within the slice: numbers [first, last), counted row-major
-// over the batch dims that the mask has not.
-struct Entry {
-  int64_t kept, first, last;
-};
-
-// The entry of a matrix of the slice; false where an earlier one has the same.
-__device__ __forceinline__ bool find_entry(const MaskGradParams& p, int64_t sharing, int64_t slice_index, Entry& entry) {
-  int64_t n = p.slice.batch_begin + slice_index, reduced = 0, kept_weight = 1, reduced_weight = 1;
-  entry = {n, 0, 1};
-  if (sharing == 1) return true;
-  entry.kept = 0;
-#pragma unroll 1
-  for (int dim = p.batch.count - 1; dim >= 0; --dim) {
-    int64_t index;
-    divide(n, p.batch.size[dim], n, index);
-    if (p.mask_grad.batch_stride[dim] != 0) {
-      entry.kept += index * kept_weight;
-      kept_weight *= p.batch.size[dim];
-    } else {
-      reduced += index * reduced_weight;
-      reduced_weight *= p.batch.size[dim];
-    }
-  }
-  const auto before = [&](int64_t number, int64_t end) {
-    return shared_matrix(p.batch, p.mask_grad, entry.kept, number) < end;
-  };
-  if (reduced > 0 && !before(reduced - 1, p.slice.batch_begin)) return false;
-  entry.first = reduced;
-  entry.last = reduced + 1;
-  for (int64_t most = sharing; entry.last < most;) {
-    const int64_t middle = (entry.last + most) / 2;
-    if (before(middle, p.slice.batch_begin + p.slice.batch_count)) {
-      entry.last = middle + 1;
-    } else {
-      most = middle;
-    }
-  }
-  return true;
-}
 
 // Adds columns [begin, begin + kCols) of a row of terms, nothing from `end` on.
 template <class T>
@@ -110,39 +68,6 @@ __device__ __forceinline__ void add_terms(Accumulator<T> (&sums)[kQuads][4], con
   }
 }
 
-// Where a float would lie, of dS as two half terms (MaskGradParams::score_exponents).
-struct ScoreTerms {
-  float place;
-};
-
-// The same of such a row; g_exponents: of its tiles.
-__device__ __forceinline__ void add_terms(float (&sums)[kQuads][4], const ScoreTerms* g_row, const int32_t* g_exponents,
-                                          int begin, int end) {
-  constexpr int kBlock = kSplitHalfBlock;
-  const int first = begin + static_cast<int>(threadIdx.x) % 32 * 4;
-  int exponents[kQuads];
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) exponents[q] = first + q * 128 < end ? g_exponents[(first + q * 128) / kBlock] : kRowOfZeros;
-#pragma unroll
-  for (int q = 0; q < kQuads; ++q) {
-    const int col = first + q * 128, in_block = col % kBlock;
-    if (col >= end) continue;
-    const ScoreTerms* g_block = g_row + (col - in_block);
-    float x[4], low[4];
-    if (exponents[q] == kTileOfFloats) {
-      load_quad<float>(x, reinterpret_cast<const float*>(g_block), in_block, kBlock, 1, true);
-    } else {
-      const __half* g_high = reinterpret_cast<const __half*>(g_block);
-      load_quad<__half>(x, g_high, in_block, kBlock, 1, true);
-      load_quad<__half>(low, g_high + kBlock, in_block, kBlock, 1, true);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = times_power_of_two(x[e] + low[e], exponents[q]);
-    }
-#pragma unroll
-    for (int e = 0; e < 4; ++e) sums[q][e] += col + e < end ? x[e] : 0.0f;
-  }
-}
-
 template <class Out, class Acc>
 __device__ __forceinline__ void store_as(const MatrixView& view, int64_t offset, int col, int end, const Acc (&sums)[4]) {
   Accumulator<Out> rounded[4];
@@ -164,7 +89,7 @@ __device__ __forceinline__ void store_mask_grad(const MaskGradParams& p, int64_t
 }
 
 template <class T>
-__global__ void __launch_bounds__(kCtaThreads)
+__global__ void __launch_bounds__(kCtaThreads, sizeof(Accumulator<T>) == 4 ? 2 : 1)
     mask_grad_kernel(const __grid_constant__ MaskGradParams p, const __grid_constant__ Work work, int64_t first_cta) {
   using Acc = Accumulator<T>;
   __shared__ Quad<Acc> s_sums[kWarps][kQuads][32];
@@ -173,8 +98,8 @@ __global__ void __launch_bounds__(kCtaThreads)
   divide(first_cta + blockIdx.x, work.col_tiles, index, col_tile);
   divide(index, work.row_tiles, index, row_tile);
   divide(index, work.splits, slice_index, split);
-  Entry entry;
-  if (!find_entry(p, work.sharing, slice_index, entry)) return;  // the whole CTA
+  MaskEntry entry;
+  if (!find_entry(p.batch, p.mask_grad, p.slice, work.sharing, slice_index, entry)) return;  // the whole CTA
 
   const MatrixView& mask = p.mask_grad;
   const bool first = entry.first == 0 && (p.rows_kept || p.slice.row_begin == 0);
@@ -221,7 +146,7 @@ __global__ void __launch_bounds__(kCtaThreads)
           if constexpr (std::is_same_v<T, ScoreTerms>) {
             const int64_t row_block =
                 terms_index * ((p.slice.row_count + kSplitHalfBlock - 1) / kSplitHalfBlock) + (slice_row + i) / kSplitHalfBlock;
-            add_terms(sums, g_row, p.score_exponents + row_block * (p.score_grad.row_stride / kSplitHalfBlock), begin, end);
+            add_terms<2>(sums, g_row, p.score_exponents + row_block * (p.score_grad.row_stride / kSplitHalfBlock), begin, end);
           } else {
             add_terms<T>(sums, g_row, begin, end);
           }

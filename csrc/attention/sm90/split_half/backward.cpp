@@ -8,10 +8,14 @@
 // A slice is whole matrices, or some of their rows, with all keys that these see. Operands are split into terms once; where those
 // of key and value do not fit, they are split piece by piece, for each slice of rows twice. Then weights and dP as floats
 // (scores.cu), P and dS as terms in their place (score_terms.cu), and the three gradients (gradients.cu). Of narrow heads P and dS
-// come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is the pipeline's sum of dS.
+// come without those floats, from scores that are made twice (score_pairs.cu). The gradient of a mask is the sum of dS
+// (mask_sums.cu, or the pipeline's).
 // Up to head dim 64 two kernels do all of that without scores in memory, and a third one a mask's gradient (fused_backward/).
 // In the end what two terms are not enough for (exact_backward.cu), mostly nothing; of dS before it is summed.
 #include "attention/sm90/split_half/backward.h"
+
+#include <algorithm>
+#include <iterator>
 
 #include "attention/pipeline/stage.h"
 #include "attention/sm90/split_half/fused_backward/fused_backward.h"
@@ -31,10 +35,38 @@ int64_t mask_matrices_of(const BackwardParams& p) {
   return matrices;
 }
 
+// The call with its batch dims in another order: first those that the mask has. So the matrices that share one of the mask follow
+// each other, a slice has few of these, which stay in L2, and its sums for the mask's gradient are of many terms. Flat numbers
+// change with the order of dims, so it stays where these mean something: heads of a group, lengths of keys, dropout.
+BackwardParams in_order_of_mask(const BackwardParams& call) {
+  BackwardParams p = call;
+  if (p.mask_type == MaskType::kNone || p.key_group > 1 || p.sequence.key_lengths != nullptr || p.dropout.seed != nullptr)
+    return p;
+  int order[kMaxBatchDims], count = 0;
+  for (const bool has : {true, false}) {
+    for (int dim = 0; dim < p.batch.count; ++dim) {
+      if ((call.mask.batch_stride[dim] != 0) == has) order[count++] = dim;
+    }
+  }
+  const auto reorder = [&](int64_t (&of_dims)[kMaxBatchDims]) {
+    int64_t before[kMaxBatchDims];
+    std::copy(std::begin(of_dims), std::end(of_dims), before);
+    for (int dim = 0; dim < count; ++dim) of_dims[dim] = before[order[dim]];
+  };
+  reorder(p.batch.size);
+  for (MatrixView* view : {&p.query, &p.key, &p.value, &p.mask, &p.out, &p.lse, &p.grad_out, &p.grad_lse, &p.grad_query,
+                           &p.grad_key, &p.grad_value, &p.mask_grad}) {
+    reorder(view->batch_stride);
+  }
+  return p;
+}
+
+// Whether the mask whose gradient is wanted has rows and columns of its own.
+bool whole_mask(const BackwardParams& p) { return p.mask_grad.row_stride != 0 && p.mask_grad.col_stride != 0; }
+
 SplitHalfBackwardPlan plan_backward(const BackwardParams& p) {
   const int64_t mask_matrices = mask_matrices_of(p);
-  const bool whole = p.mask_grad.row_stride != 0 && p.mask_grad.col_stride != 0,
-             fused = split_half_backward_fuses(p.E, p.Ev, p.dropout.seed != nullptr, mask_matrices > 0, whole);
+  const bool fused = split_half_backward_fuses(p.E, p.Ev, p.dropout.seed != nullptr, mask_matrices > 0, whole_mask(p));
   return plan_split_half_backward({p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.sequence.causal, mask_matrices, fused},
                                   p.workspace_bytes, current_device_info().sms);
 }
@@ -271,6 +303,12 @@ class Backward {
     exact.grad_exponents = terms.grad_exponents;
     const cudaError_t status = launch_split_half_exact_rows(exact, stream_);
     if (status != cudaSuccess) return status;
+    if (whole_mask(params_)) {
+      return launch_split_half_mask_sums(
+          {params_.batch, slice, params_.sequence, params_.S, slices_.pitch, at<void>(slices_.grads_at), terms.grad_exponents,
+           params_.mask_grad, params_.N / mask_matrices_of(params_)},
+          stream_);
+    }
     Slice whole_rows = slice;  // mask_grad has all keys, also those that no row of the slice sees
     whole_rows.col_count = params_.S;
     const MatrixView score_grad = slice_view(at<void>(slices_.grads_at), slice.row_count, slices_.pitch, true);
@@ -323,7 +361,8 @@ bool split_half_backward_sums_mask(const BackwardParams& params) {
   return mask_sums_span(params, matrices, plan.ranges.front().rows);  // if there are more ranges, of fewer rows than all
 }
 
-cudaError_t split_half_backward(const BackwardParams& params, cudaStream_t stream) {
+cudaError_t split_half_backward(const BackwardParams& call, cudaStream_t stream) {
+  const BackwardParams params = in_order_of_mask(call);
   const SplitHalfBackwardPlan plan = plan_backward(params);
   const Backward first(params, plan.ranges.front(), stream);  // what outlasts slices lies at one place in all ranges
   cudaError_t status = first.clear();

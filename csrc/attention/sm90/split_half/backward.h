@@ -62,6 +62,18 @@ struct SplitHalfGradientsParams {
   unsigned* parts_done;  // (tiles whose sums are cut, 2), the same
 };
 
+// The gradient of a mask of whole matrices from a slice's dS: what spans slices is carried in mask_grad itself.
+struct SplitHalfMaskSumsParams {
+  BatchDims batch;
+  Slice slice;  // of whole rows
+  Sequence sequence;
+  int64_t S, pitch;
+  const void* grads;              // (matrices, rows, pitch), dS as terms
+  const int32_t* grad_exponents;  // of them; kTileOfFloats: floats after all
+  MatrixView mask_grad;           // float, mask's own shape, strides 0 along batch dims of size 1
+  int64_t sharing;                // score matrices of each of its own
+};
+
 // All query heads of a key head of which one is not for two half terms, made anew in float. Of all matrices and rows; or, for the
 // gradient of a mask, dS alone of a slice's.
 struct SplitHalfExactBackwardParams {
@@ -85,6 +97,7 @@ cudaError_t launch_split_half_score_terms(const SplitHalfScoreTermsParams& param
 // query_terms: (2, matrices, rows, E rounded up to 8); the others likewise.
 cudaError_t launch_split_half_gradients(const SplitHalfGradientsParams& params, void* query_terms, void* key_terms,
                                         void* grad_out_terms, cudaStream_t stream);
+cudaError_t launch_split_half_mask_sums(const SplitHalfMaskSumsParams& params, cudaStream_t stream);
 // Of all matrices.
 cudaError_t launch_split_half_exact_backward(const SplitHalfExactBackwardParams& params, cudaStream_t stream);
 // Of a slice of whole rows, of what is known to call for it when the slice is done: dS; without score_grads, rows' values and dQ.
@@ -93,6 +106,6 @@ cudaError_t launch_split_half_exact_rows(const SplitHalfExactBackwardParams& par
 // As pipeline_backward and its company.
 int64_t split_half_backward_workspace(const BackwardParams& params);
 bool split_half_backward_sums_mask(const BackwardParams& params);
-cudaError_t split_half_backward(const BackwardParams& params, cudaStream_t stream);
+cudaError_t split_half_backward(const BackwardParams& call, cudaStream_t stream);
 
 }  // namespace attention_ext

@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(kExactThreads, 1)
       call.N / call.key_group * groups, s_found, [&](int64_t unit) { return any_needs_exact(p, unit / groups); }, make_unit);
 }
 
-int64_t most_ctas() { return 8 * current_device_info().sms; }
+// As many as run at once: to look takes a moment, which rounds of CTAs would multiply.
+int64_t most_ctas() { return current_device_info().sms; }
 
 }  // namespace
 

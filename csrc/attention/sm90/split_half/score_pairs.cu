@@ -48,16 +48,21 @@ struct ScorePairs {
   struct Fetched {
     int query, grad_out, keys[kSegments], values[kSegments];  // exponents
     float references[2], sums[2];                             // of the thread's two rows
+    int64_t mask;                                             // offset of the matrix's
   };
 
-  // visit(place) for this CTA's tiles that any row sees.
+  // visit(place) for this CTA's tiles that any row sees: matrix after matrix or, under a mask, the same tile of all matrices before
+  // the next one, so that those that share a matrix of the mask read it from memory once. Not where matrices see different numbers
+  // of keys, as a CTA might have tiles of one matrix alone.
   template <class Visit>
   __device__ __forceinline__ void for_each_tile(Visit visit) const {
     const Slice& slice = p.weights.slice;
-    const unsigned tiles = static_cast<unsigned>(slice.batch_count) * list.of_matrix();
+    const unsigned matrices = static_cast<unsigned>(slice.batch_count), tiles = matrices * list.of_matrix();
+    const bool in_turn = kMasked && p.weights.sequence.key_lengths == nullptr;
 #pragma unroll 1
     for (unsigned tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      const ScorePlace at = score_place<PairsTile>(slice, p.weights.sequence, list.at(tile));
+      const unsigned number = in_turn ? tile % matrices * list.of_matrix() + tile / matrices : tile;
+      const ScorePlace at = score_place<PairsTile>(slice, p.weights.sequence, list.at(number));
       if (!at.hidden) visit(at);
     }
   }
@@ -87,8 +92,8 @@ struct ScorePairs {
     for_each_tile([&](const ScorePlace& at) {
       const Fetched fetched = fetch(at, row);
       if constexpr (kMasked) {
-        prefetch_mask<PairsTile::kN>(p.weights.mask, p.weights.mask_type, mask_offset(at), at.row + row, at.row + at.rows,
-                                     at.col, at.range.keys);
+        prefetch_mask<PairsTile::kN>(p.weights.mask, p.weights.mask_type, fetched.mask, at.row + row, at.row + at.rows, at.col,
+                                     at.range.keys);
       }
       float weights[PairsTile::kN / 2], grads[PairsTile::kN / 2];
       PlainPromotion of_weights(weights);
@@ -141,6 +146,7 @@ struct ScorePairs {
       fetched.references[half] = is_read ? row_values(at, row + 8 * half).reference : 0.0f;
       fetched.sums[half] = is_read ? row_values(at, row + 8 * half).sum : 1.0f;
     }
+    fetched.mask = kMasked ? batch_offset(of_weights.batch, of_weights.mask, static_cast<uint32_t>(at.n), at.slice_index) : 0;
     return fetched;
   }
   // Of the tile, counted over the slice's matrices.
@@ -152,15 +158,11 @@ struct ScorePairs {
     return p.terms.row_values[first_row(at) + row];
   }
 
-  __device__ __forceinline__ int64_t mask_offset(const ScorePlace& at) const {
-    return kMasked ? batch_offset(p.weights.batch, p.weights.mask, at.n, at.slice_index) : 0;
-  }
-
   // Products to weights, relative to their segment's reference.
   __device__ __forceinline__ void make_weights(const ScorePlace& at, int row, const Fetched& fetched,
                                                float (&weights)[PairsTile::kN / 2],
                                                SplitHalfSegment (&of_rows)[kSegments][2]) const {
-    SegmentPlace place = {at.n, mask_offset(at), at.range, at.row + row, at.row + at.rows, 0, at.col};
+    SegmentPlace place = {at.n, fetched.mask, at.range, at.row + row, at.row + at.rows, 0, at.col};
     place.open = open_keys(place.range, place.row, place.end_row);
     bool too_large = false;
 #pragma unroll
@@ -169,9 +171,9 @@ struct ScorePairs {
 #pragma unroll
       for (int i = 0; i < kOfSegment; ++i) x[i] = weights[segment * kOfSegment + i];
       if (segment * kSegment < at.cols) {
-        too_large =
-            make_segment_weights<kMasked, 0>(x, p.weights, place, fetched.query + fetched.keys[segment], of_rows[segment]) ||
-            too_large;
+        too_large = make_segment_weights<kMasked, 0, !kTerms>(x, p.weights, place, fetched.query + fetched.keys[segment],
+                                                              of_rows[segment]) ||
+                    too_large;
       } else {
         of_rows[segment][0] = of_rows[segment][1] = {negative_infinity(0.0f), 0.0f};
 #pragma unroll

@@ -52,13 +52,41 @@ __device__ __forceinline__ void prefetch_mask(const MatrixView& mask, MaskType t
   });
 }
 
+// Products of a segment of a thread's two rows to their scores, x * scale + mask, where all keys exist and the mask's floats lie in
+// 16 aligned bytes. The four lanes that share a row read 64 bytes of it at once, each 16 of them: what lanes l and l ^ 1 have is
+// the pairs of both, 8 keys apart, so they exchange one. g_rows: of the segment's first key.
+__device__ __forceinline__ void add_mask(float (&x)[kSegment / 2], float scale, const float* const (&g_rows)[2]) {
+  const int lane = threadIdx.x % 4;
+  const bool odd = lane % 2 != 0;
+  const int first = lane % 2 * 8 + lane / 2 * 4;
+  constexpr int kLoads = kSegment / 16;
+  float4 quads[2][kLoads];
+  keep_order();  // the compiler would begin with these before registers are free
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) quads[half][i] = *reinterpret_cast<const float4*>(g_rows[half] + first + 16 * i);
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      const float4 own = quads[half][i];
+      const float theirs[2] = {__shfl_xor_sync(0xffffffffu, odd ? own.x : own.z, 1),
+                               __shfl_xor_sync(0xffffffffu, odd ? own.y : own.w, 1)};
+      add_bias(x, 8 * i + 2 * half, scale, odd ? make_float2(theirs[0], theirs[1]) : make_float2(own.x, own.y));
+      add_bias(x, 8 * i + 4 + 2 * half, scale, odd ? make_float2(own.z, own.w) : make_float2(theirs[0], theirs[1]));
+    }
+  }
+}
+
 constexpr int kMostSplitHalfExponent = 90;          // of a score's factor: products are up to 2^40
 constexpr float kLeastSplitHalfFactor = 0x1p-100f;  // far from where a factor and -inf would make NaN
 
 // x: products in units of 2^exponent, in; weights 2^(score * log2(e) - reference + kShift), out: dropped, but summed before that.
 // Returns whether a score is too large for a reference. kMasked: there is a mask. kShift: 15 for terms, 0 for floats, whose
-// exponent is more exact without.
-template <bool kMasked, int kShift>
+// exponent is more exact without. kSums: else a segment has its reference alone.
+template <bool kMasked, int kShift, bool kSums = true>
 __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], const SplitHalfScoresParams& p,
                                                      const SegmentPlace& at, int exponent, SplitHalfSegment (&segment)[2]) {
   // A score is the product times `factor`: 0 where either side is zeros.
@@ -69,10 +97,12 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
   const bool products = !kMasked && factor > kLeastSplitHalfFactor;
   const float before = products ? 1.0f : factor, unit = (products ? factor : 1.0f) * kLog2E;
   const int key = at.key + threadIdx.x % 4 * 2;
-  if (kMasked || !products) {
-    scale_and_mask<float>(
-        x, before, p.mask, kMasked ? p.mask_type : MaskType::kNone,
-        [&](int half) { return at.mask + min(at.row + 8 * half, at.end_row - 1) * p.mask.row_stride; }, key, at.range.keys);
+  const auto mask_row = [&](int half) { return at.mask + min(at.row + 8 * half, at.end_row - 1) * p.mask.row_stride; };
+  if (kMasked && adds(p.mask_type) && p.mask.vector && at.key + kSegment <= at.range.keys) {
+    const float* g_mask = static_cast<const float*>(p.mask.data) + at.key;
+    add_mask(x, before, {g_mask + mask_row(0), g_mask + mask_row(1)});
+  } else if (kMasked || !products) {
+    scale_and_mask<float>(x, before, p.mask, kMasked ? p.mask_type : MaskType::kNone, mask_row, key, at.range.keys);
   }
   if (at.key + kSegment > at.open) {
 #pragma unroll
@@ -90,14 +120,19 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
     const bool none = largest == negative_infinity(0.0f), below = !none && reference < kFarBelow;
     too_large = too_large || (reference > kFarAbove && reference < __int_as_float(0x7f800000));
     float visible = static_cast<float>(at.range.end_of_row(at.row + 8 * half) - at.key);
-    if constexpr (kMasked) {
-      visible = 0.0f;
+    if constexpr (kMasked && kSums) {
+      // One key is what counts: two of each lane's, which most masks show, will do.
+      visible = 2.0f;
+      const bool two = x[2 * half] > negative_infinity(0.0f) && x[2 * half + 1] > negative_infinity(0.0f);
+      if (!__all_sync(0xffffffffu, two)) {
+        visible = 0.0f;
 #pragma unroll
-      for (int i = 2 * half; i < kSegment / 2; i += 4) {
+        for (int i = 2 * half; i < kSegment / 2; i += 4) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) visible += x[i + e] > negative_infinity(0.0f) ? 1.0f : 0.0f;
+          for (int e = 0; e < 2; ++e) visible += x[i + e] > negative_infinity(0.0f) ? 1.0f : 0.0f;
+        }
+        visible = warp_sum<4>(visible);
       }
-      visible = warp_sum<4>(visible);
     }
     // Weights of keys that are far below are 0, unless the row sees no others.
     const float offset = none || below ? 0.0f : static_cast<float>(kShift) - reference;
@@ -106,13 +141,15 @@ __device__ __forceinline__ bool make_segment_weights(float (&x)[kSegment / 2], c
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         x[i + e] = below ? 0.0f : exp2_approx(fmaf(x[i + e], unit, offset));
-        sum += x[i + e];
+        if constexpr (kSums) sum += x[i + e];
       }
     }
-    sum = warp_sum<4>(sum) * (1.0f / (1 << kShift));
     if (below) reference = kFarBelow;
-    if (!(sum == sum)) reference = 0.0f;  // so that it takes part
-    if (visible == 1.0f) sum = -sum;
+    if constexpr (kSums) {
+      sum = warp_sum<4>(sum) * (1.0f / (1 << kShift));
+      if (!(sum == sum)) reference = 0.0f;  // so that it takes part
+      if (visible == 1.0f) sum = -sum;
+    }
     segment[half] = {reference, sum};
   }
   if (p.dropout.seed != nullptr) {

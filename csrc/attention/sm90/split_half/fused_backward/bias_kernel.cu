@@ -8,7 +8,6 @@
 // One thread of a third warpgroup loads: terms of all four operands of a matrix, and what the matrix is.
 // Grid: persistent CTAs, one an SM. Shared memory: BiasGradTile::Shared, 193 KB. Registers: 216 a consumer thread: 32 each of S,
 // dP, their second parts, the mask and the sums.
-#include "attention/pipeline/mask_matrices.cuh"
 #include "attention/sm90/split_half/exact_heads.cuh"
 #include "attention/sm90/split_half/fused_backward/parts.cuh"
 
@@ -61,7 +60,7 @@ __device__ __forceinline__ void for_each_bias_tile(const SplitHalfBiasGradParams
 #pragma unroll 1
       while (begin < end) {
         const int64_t middle = (begin + end) / 2;
-        if (matrix_index(p.batch, p.mask_grad, kept, middle) < n) {
+        if (shared_matrix(p.batch, p.mask_grad, kept, middle) < n) {
           begin = middle + 1;
         } else {
           end = middle;
@@ -89,7 +88,7 @@ __device__ __forceinline__ void load_matrices_of_mask(const SplitHalfBiasGradPar
     if (!sees_any(p, at.row, kBackwardRows, at.key)) return;
 #pragma unroll 1
     for (int64_t number = at.begin; number < at.end; ++number) {
-      const int64_t n = matrix_index(p.batch, p.mask_grad, at.kept, number), matrix = n - p.slice.batch_begin,
+      const int64_t n = shared_matrix(p.batch, p.mask_grad, at.kept, number), matrix = n - p.slice.batch_begin,
                     key_matrix = matrix_of_slice(n, p.slice, p.group);
       mbarrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
       typename Tile::Stage& stage = shared.stage[ring.slot];
@@ -116,7 +115,7 @@ class BiasGrads {
     for_each_bias_tile(p_, [&](const BiasTile& at) {
       const int first = at.row + consumer_ * 64, end_row = static_cast<int>(p_.slice.row_count);  // first: of the warpgroup
       const int row = first + threadIdx.x / 32 % 4 * 16 + lane() / 4, key = at.key + lane() % 4 * 2;
-      const int64_t n = matrix_index(p_.batch, p_.mask_grad, at.kept, 0);
+      const int64_t n = shared_matrix(p_.batch, p_.mask_grad, at.kept, int64_t{0});
       float sums[kBackwardScores], bias[kBackwardScores];
 #pragma unroll
       for (int i = 0; i < kBackwardScores; ++i) sums[i] = 0.0f;
