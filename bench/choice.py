@@ -43,9 +43,11 @@ def facts(case: Case) -> dict[str, int]:
     return found | {"causal": case.causal}
 
 
-def planned(case: Case, capability: int = 90, sms: int = 132, cap: int = CAP, table: str = "forward") -> Plan:
-    """What the plan says on a card that need not be there; table: "forward" or "backward"."""
-    given = facts(case)
+def planned(
+    case: Case, capability: int = 90, sms: int = 132, cap: int = CAP, table: str = "forward", mask_grad: bool = False
+) -> Plan:
+    """What the plan says on a card that need not be there; table: "forward" or "backward"; mask_grad: it makes the mask's too."""
+    given = facts(case) | {"mask_grad": mask_grad}
     values = [int(value) for value in given.values()]
     return Plan(*torch.ops.attention_ext.plan(table, list(given), values, capability, sms, cap))
 

@@ -115,10 +115,11 @@ def directions(call: Everyday, operator: Callable[..., torch.Tensor]) -> dict[st
     return out
 
 
-def backward_kernel(case: Case) -> str:
+def backward_kernel(call: Everyday) -> str:
     """That of this package for contiguous operands."""
     card = torch.cuda.get_device_properties(DEVICE)
-    return planned(case, 10 * card.major + card.minor, card.multi_processor_count, table="backward").kernel
+    capability, sms = 10 * card.major + card.minor, card.multi_processor_count
+    return planned(call.case, capability, sms, table="backward", mask_grad=call.biasgrad).kernel
 
 
 def runs(call: Everyday) -> dict[str, dict[str, str]]:
@@ -136,7 +137,7 @@ def runs(call: Everyday) -> dict[str, dict[str, str]]:
         found["torch"][way] = chosen_by_torch(*arguments, enable_gqa=options["enable_gqa"])
     if call.backward:
         found["torch"]["backward"], ours = found["torch"]["both"], found["kernels"]["both"]
-        found["kernels"]["backward"] = ours if ours.startswith("torch") else backward_kernel(call.case)
+        found["kernels"]["backward"] = ours if ours.startswith("torch") else backward_kernel(call)
     return found
 
 

@@ -3,6 +3,7 @@
 #include "plan/backward_slices.h"
 #include "plan/cost.h"
 #include "plan/kernels.h"
+#include "plan/sm90_column_parts.h"
 #include "plan/sm90_mask_tiles.h"
 #include "plan/sm90_rows_backward.h"
 #include "plan/split_half_backward_slices.h"
@@ -48,9 +49,14 @@ std::string wgmma_refuses(const Problem& p) {
   return "";
 }
 
+// Zeros to dK and dV of keys that no query sees: whichever kernel writes them, memory bounds it.
+int64_t unseen_ns(const Problem& p) {
+  return times(element_bytes(p.type), times(p.N / p.key_group, p.S - p.visible_keys(), p.E + p.Ev)) / kWrittenBytes;
+}
+
 // Five products where the forward has two; not fitted.
 int64_t pipeline_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  return times(5, pipeline_cost(p, card, cap, false)) / 2;
+  return std::min(times(5, pipeline_cost(p, card, cap, false)) / 2 + unseen_ns(p), kMostCost);
 }
 
 // The mask's gradient by the row kernels: all terms of its tiles, of which the estimate takes those that some query sees, and the
@@ -72,7 +78,7 @@ int64_t mask_tiles_cost(const Problem& p, int64_t cap) {
 // What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows; then the mask's gradient. Not
 // fitted.
 int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700;
+  constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700, kBytesOfQuery = 21;  // of workspace
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;
   if (p.empty()) return kFirst;
   const bool masked = p.mask != MaskType::kNone;
@@ -83,18 +89,15 @@ int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap
                 col_ns = shape.col_block_ns + shape.col_keys * shape.col_queries * more / 1024;
   // Blocks that a mask hides are left out. How many is not known: padding and windows hide more than this quarter, noise nothing.
   const int64_t quarters = p.mask == MaskType::kBool && p.visible_keys() >= 4 * shape.row_keys ? 3 : 4;
-  // Tiles of `tile` of `rows` of each of so many heads, over blocks of the others; causal ones even out but for the longest.
-  const auto kernel = [&](int64_t heads, int64_t rows, int64_t tile, int64_t blocks, int64_t visible, int64_t block_ns) {
-    const int64_t tiles = times(heads, ceil_div(rows, tile)), longest = kTile + times(blocks, block_ns) * quarters / 4;
-    const int64_t all = times(tiles, kTile) + times(heads, visible, block_ns) / 4 * quarters;
-    return p.causal ? std::max(longest, all / card.sms) : times(ceil_div(tiles, card.sms), longest);
-  };
-  const int64_t S = p.visible_keys(), key_blocks = ceil_div(S, shape.row_keys), query_blocks = ceil_div(p.L, shape.col_queries);
-  const int64_t row = kernel(p.N, p.L, kRowsBackwardTile, key_blocks,
-                             visible_blocks(p.L, S, kRowsBackwardTile, shape.row_keys, p.causal), row_ns);
-  const int64_t column =
-      kernel(p.N / p.key_group, p.S, shape.col_keys, times(p.key_group, query_blocks),
-             times(p.key_group, visible_blocks(p.L, S, shape.col_queries, shape.col_keys, p.causal)), col_ns);
+  const int64_t S = p.visible_keys(), tiles = times(p.N, ceil_div(p.L, kRowsBackwardTile));
+  const int64_t longest = kTile + times(ceil_div(S, shape.row_keys), row_ns) * quarters / 4;
+  const int64_t seen = times(p.N, visible_blocks(p.L, S, kRowsBackwardTile, shape.row_keys, p.causal), row_ns) / 4 * quarters;
+  const int64_t row = p.causal
+                          ? std::max(longest, (times(tiles, kTile) + seen) / card.sms)  // they even out but for the longest
+                          : times(ceil_div(tiles, card.sms), longest);
+  const ColumnSizes sizes = {p.N / p.key_group, p.key_group, p.L, S, p.E, p.Ev, p.causal, masked || p.dropout};
+  const ColumnParts parts = plan_column_parts(sizes, cap - times(kBytesOfQuery, p.N, p.L));
+  const int64_t column = column_parts_ns(sizes, parts, col_ns * quarters / 4, card.sms) + unseen_ns(p);
   const int64_t mask = p.mask_grad ? mask_tiles_cost(p, cap) : 0;
   return std::min(kFirst + times(p.N, p.L, 4 * p.Ev) / kBytesPerNs + row + column + mask, kMostCost);
 }
@@ -109,7 +112,7 @@ int64_t wgmma_backward_cost(const Problem& p, const DeviceInfo& card, int64_t ca
   const BackwardSizes sizes = {p.N, p.L, p.S, p.E, p.Ev, p.key_group, p.causal, false};
   const int64_t delta = times(p.N, p.L, 4 * p.Ev) / kBytesPerNs;
   const int64_t mask = p.mask_grad ? kSumNs + times(p.N, times(p.L, p.S)) / kSummedPerNs : 0;
-  return std::min(kFirst + delta + plan_backward_slices(sizes, cap, card.sms).ns + mask, kMostCost);
+  return std::min(kFirst + delta + plan_backward_slices(sizes, cap, card.sms).ns + mask + unseen_ns(p), kMostCost);
 }
 
 std::string split_half_backward_refuses(const Problem& p) {

@@ -1,8 +1,8 @@
 // Backward of half types: delta[n, i] = sum over e of grad_out[n, i, e] * out[n, i, e], minus grad_lse[n, i] where there is one.
 //
 // 16 lanes per row, eight columns a lane, read at once where the views allow; any strides. What is read bounds the time, so a lane
-// has several reads on their way. The sum is reduced by shuffles in a fixed order.
-// Grid: one CTA of 256 threads per 16 rows of the flattened (N, L). No shared memory.
+// has several reads on their way: of four rows, up to 128 columns. The sum is reduced by shuffles in a fixed order.
+// Grid: one CTA of 256 threads per 64 rows of a matrix, so that divisions are once for four rows. No shared memory.
 #include "attention/pipeline/params.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
@@ -13,7 +13,7 @@
 namespace attention_ext {
 namespace {
 
-constexpr int kCtaThreads = 256, kLanes = 16, kRowsPerCta = kCtaThreads / kLanes;
+constexpr int kCtaThreads = 256, kLanes = 16, kRowsAtOnce = 4, kStep = kCtaThreads / kLanes, kTileRows = kStep * kRowsAtOnce;
 constexpr int kChunk = 8, kUnroll = 4;  // columns a lane and pass; passes at once
 
 template <class T>
@@ -33,18 +33,18 @@ __device__ __forceinline__ float dot(const T* g_a, int64_t stride_a, const T* g_
   float sum = 0.0f;
   int col = threadIdx.x % kLanes * kChunk;
   if constexpr (kVector) {
-    constexpr int kStep = kLanes * kChunk;
-    for (; col + (kUnroll - 1) * kStep + kChunk <= cols; col += kUnroll * kStep) {
+    constexpr int kPass = kLanes * kChunk;
+    for (; col + (kUnroll - 1) * kPass + kChunk <= cols; col += kUnroll * kPass) {
       Chunk<T> a[kUnroll], b[kUnroll];
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) {
-        a[i] = *reinterpret_cast<const Chunk<T>*>(g_a + col + i * kStep);
-        b[i] = *reinterpret_cast<const Chunk<T>*>(g_b + col + i * kStep);
+        a[i] = *reinterpret_cast<const Chunk<T>*>(g_a + col + i * kPass);
+        b[i] = *reinterpret_cast<const Chunk<T>*>(g_b + col + i * kPass);
       }
 #pragma unroll
       for (int i = 0; i < kUnroll; ++i) add_products(sum, a[i], b[i]);
     }
-    for (; col + kChunk <= cols; col += kStep) {
+    for (; col + kChunk <= cols; col += kPass) {
       add_products(sum, *reinterpret_cast<const Chunk<T>*>(g_a + col), *reinterpret_cast<const Chunk<T>*>(g_b + col));
     }
   }
@@ -57,27 +57,53 @@ __device__ __forceinline__ float dot(const T* g_a, int64_t stride_a, const T* g_
 }
 
 template <class T>
-__global__ void __launch_bounds__(kCtaThreads) row_dot_kernel(const __grid_constant__ RowDotParams p, int64_t first_row) {
-  const int64_t rows = p.slice.batch_count * p.L;
-  const int64_t own_row = first_row + static_cast<int64_t>(blockIdx.x) * kRowsPerCta + threadIdx.x / kLanes;
-  const int64_t flat_row = min(own_row, rows - 1);  // all lanes shuffle
-  int64_t n, row;
-  divide(flat_row, p.L, n, row);
+__global__ void __launch_bounds__(kCtaThreads) row_dot_kernel(const __grid_constant__ RowDotParams p, int64_t first_tile) {
+  int64_t n, tile;
+  divide(first_tile + blockIdx.x, (p.L + kTileRows - 1) / kTileRows, n, tile);
+  const int64_t first_row = tile * kTileRows + threadIdx.x / kLanes;
+  const T *g_grad[kRowsAtOnce], *g_out[kRowsAtOnce];
+  const T* g_grads = static_cast<const T*>(p.grad_out.data) + batch_offset(p.batch, p.grad_out, n, 0);
+  const T* g_outs = static_cast<const T*>(p.out.data) + batch_offset(p.batch, p.out, n, 0);
+#pragma unroll
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    const int64_t row = min(first_row + i * kStep, p.L - 1);  // all lanes shuffle
+    g_grad[i] = g_grads + row * p.grad_out.row_stride;
+    g_out[i] = g_outs + row * p.out.row_stride;
+  }
 
-  const T* g_grad =
-      static_cast<const T*>(p.grad_out.data) + batch_offset(p.batch, p.grad_out, n, 0) + row * p.grad_out.row_stride;
-  const T* g_out = static_cast<const T*>(p.out.data) + batch_offset(p.batch, p.out, n, 0) + row * p.out.row_stride;
-  const int cols = static_cast<int>(p.Ev);
-  float sum = p.grad_out.vector && p.out.vector ? dot<T, true>(g_grad, 1, g_out, 1, cols)
-                                                : dot<T, false>(g_grad, p.grad_out.col_stride, g_out, p.out.col_stride, cols);
-  sum = warp_sum<kLanes>(sum);
-
-  if (threadIdx.x % kLanes == 0 && own_row < rows) {
-    if (p.grad_lse.data != nullptr) {
-      const float* g_grad_lse = static_cast<const float*>(p.grad_lse.data) + batch_offset(p.batch, p.grad_lse, n, 0);
-      sum -= g_grad_lse[row * p.grad_lse.row_stride];
+  const int cols = static_cast<int>(p.Ev), col = threadIdx.x % kLanes * kChunk;
+  const bool vector = p.grad_out.vector && p.out.vector;
+  float sums[kRowsAtOnce] = {};
+  if (vector && cols % kChunk == 0 && cols <= kLanes * kChunk) {
+    if (col < cols) {
+      Chunk<T> a[kRowsAtOnce], b[kRowsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) {
+        a[i] = *reinterpret_cast<const Chunk<T>*>(g_grad[i] + col);
+        b[i] = *reinterpret_cast<const Chunk<T>*>(g_out[i] + col);
+      }
+#pragma unroll
+      for (int i = 0; i < kRowsAtOnce; ++i) add_products(sums[i], a[i], b[i]);
     }
-    static_cast<float*>(p.delta)[flat_row] = sum;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      sums[i] = vector ? dot<T, true>(g_grad[i], 1, g_out[i], 1, cols)
+                       : dot<T, false>(g_grad[i], p.grad_out.col_stride, g_out[i], p.out.col_stride, cols);
+    }
+  }
+
+#pragma unroll
+  for (int i = 0; i < kRowsAtOnce; ++i) {
+    float sum = warp_sum<kLanes>(sums[i]);
+    const int64_t row = first_row + i * kStep;
+    if (threadIdx.x % kLanes == 0 && row < p.L) {
+      if (p.grad_lse.data != nullptr) {
+        const float* g_grad_lse = static_cast<const float*>(p.grad_lse.data) + batch_offset(p.batch, p.grad_lse, n, 0);
+        sum -= g_grad_lse[row * p.grad_lse.row_stride];
+      }
+      static_cast<float*>(p.delta)[n * p.L + row] = sum;
+    }
   }
 }
 
@@ -85,8 +111,8 @@ __global__ void __launch_bounds__(kCtaThreads) row_dot_kernel(const __grid_const
 
 cudaError_t launch_row_dot(const RowDotParams& params, cudaStream_t stream) {
   return dispatch_half_type(params.type, [&](auto element) {
-    return launch_rows(row_dot_kernel<decltype(element)>, kCtaThreads, params.slice.batch_count * params.L, kRowsPerCta, stream,
-                       params);
+    return launch_rows(row_dot_kernel<decltype(element)>, kCtaThreads, params.slice.batch_count * ceil_div(params.L, kTileRows),
+                       1, stream, params);
   });
 }
 

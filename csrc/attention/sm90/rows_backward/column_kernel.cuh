@@ -43,18 +43,24 @@ class ColumnProducer {
     while (places.next()) {
       const uint32_t place = places.template query<Tile::kPlaces>();
       const auto at = order.at(places.place());
-      const uint32_t group = static_cast<uint32_t>(p_.key_group), n = at.head * group;
+      const auto& cut = p_.cut;
+      const uint32_t parts = cut.heads * cut.blocks, part = at.head % parts, group = static_cast<uint32_t>(p_.key_group);
+      const uint32_t first = part % cut.heads * cut.heads_of_part, heads = min(cut.heads_of_part, group - first);
+      const uint32_t n = (cut.first + at.head / parts) * group + first;
       const int key = static_cast<int>(at.tile) * Tile::kN, keys = key_range(p_.sequence, n, p_.S).keys;
-      const int end = static_cast<int>((p_.L + Tile::kM - 1) / Tile::kM);
-      const int begin = key >= keys ? end : p_.sequence.causal ? min(key / Tile::kM, end) : 0;
+      const int all = static_cast<int>((p_.L + Tile::kM - 1) / Tile::kM), blocks = static_cast<int>(cut.blocks);
+      int begin = key >= keys ? all : p_.sequence.causal ? min(key / Tile::kM, all) : 0;
+      const int share = (all - begin + blocks - 1) / blocks;
+      begin = min(begin + static_cast<int>(part / cut.heads) * share, all);
+      const int end = min(begin + share, all);
       if constexpr (Tile::kGeneral) {
-        load_shown(places, n, key, keys, begin, end);
+        load_shown(places, at.head, n, heads, key, keys, begin, end);
       } else {
         TileBoxes boxes;
-        begin_tile(boxes, place, places, n, key, keys, begin, end);
-        end_tile(places);
+        begin_tile(boxes, place, places, at.head, n, heads, key, keys, begin, end);
+        end_tile(places, begin < end);
 #pragma unroll 1
-        for (uint32_t head = n; head < n + group; ++head) load_head(head, begin, end);
+        for (uint32_t head = n; head < n + heads; ++head) load_head(head, begin, end);
       }
     }
   }
@@ -71,29 +77,33 @@ class ColumnProducer {
     }
   }
 
-  // Keys with values, and what the tile is: after the loads, so that they are on their way. The phase lasts until end_tile.
-  __device__ __forceinline__ void begin_tile(TileBoxes& boxes, uint32_t place, const RowsPlaces& places, uint32_t n, int key,
-                                             int keys, int begin, int end) const {
+  // What the tile is, and its keys with values where some query sees them. The phase lasts until end_tile. number: of the order's
+  // heads, by which a part's sums are placed. All that divides comes before the place is waited for.
+  __device__ __forceinline__ void begin_tile(TileBoxes& boxes, uint32_t place, const RowsPlaces& places, uint32_t number,
+                                             uint32_t n, uint32_t heads, int key, int keys, int begin, int end) const {
+    auto& work = work_of(places);
+    work.n = n;
+    work.heads = heads;
+    work.key = key;
+    work.keys = keys;
+    work.begin = begin;
+    work.end = end;
+    work.key_grad = batch_offset(p_.batch, p_.grad_key, n, number) + key * p_.grad_key.row_stride;
+    work.value_grad = batch_offset(p_.batch, p_.grad_value, n, number) + key * p_.grad_value.row_stride;
     set_batch(boxes.key, p_.batch, p_.key, n);
     set_batch(boxes.value, p_.batch, p_.value, n);
     mbarrier_wait(shared_address(&shared_.key_empty[place]), places.template parity<Tile::kPlaces>() ^ 1);
+    if (work.begin == work.end) return;
     const uint32_t s_full = shared_address(&shared_.key_full[place]);
-    load(shared_.key[place], maps_.key, boxes.key, key, s_full);
-    load(shared_.value[place], maps_.value, boxes.value, key, s_full);
-    work_of(places) = {n,
-                       key,
-                       keys,
-                       begin,
-                       end,
-                       batch_offset(p_.batch, p_.grad_key, n, 0) + key * p_.grad_key.row_stride,
-                       batch_offset(p_.batch, p_.grad_value, n, 0) + key * p_.grad_value.row_stride};
+    load(shared_.key[place], maps_.key, boxes.key, work.key, s_full);
+    load(shared_.value[place], maps_.value, boxes.value, work.key, s_full);
   }
   __device__ __forceinline__ typename Tile::Work& work_of(const RowsPlaces& places) const {
     return shared_.work[places.round() % Tile::kWorks];
   }
-  __device__ __forceinline__ void end_tile(const RowsPlaces& places) const {
+  __device__ __forceinline__ void end_tile(const RowsPlaces& places, bool loaded) const {
     mbarrier_arrive_expect_bytes(shared_address(&shared_.key_full[places.template query<Tile::kPlaces>()]),
-                                 sizeof(shared_.key[0]) + sizeof(shared_.value[0]));
+                                 loaded ? sizeof(shared_.key[0]) + sizeof(shared_.value[0]) : 0);
   }
 
   // What divides is found before the head's blocks: it takes as long as a block.
@@ -134,8 +144,11 @@ class ColumnProducer {
 
   // A tile, and of all heads of the group the blocks that some of its keys are shown to. A stage is full when the next block has
   // been looked for, as the consumers want to know which is the tile's last one. By a warp.
-  __device__ __forceinline__ void load_shown(const RowsPlaces& places, uint32_t n, int key, int keys, int begin, int end) {
-    if (elect_thread()) begin_tile(shared_.boxes, places.template query<Tile::kPlaces>(), places, n, key, keys, begin, end);
+  __device__ __forceinline__ void load_shown(const RowsPlaces& places, uint32_t number, uint32_t n, uint32_t heads, int key,
+                                             int keys, int begin, int end) {
+    if (elect_thread()) {
+      begin_tile(shared_.boxes, places.template query<Tile::kPlaces>(), places, number, n, heads, key, keys, begin, end);
+    }
     __syncwarp();  // the tile's work is there: all lanes read it again and again, as registers are scarce
     const auto& work = work_of(places);
     uint32_t next_head = n, cells = static_cast<uint32_t>(cells_of(marks_, p_.batch, n));
@@ -144,24 +157,25 @@ class ColumnProducer {
       return shown<1, Tile::kN / Tile::kMarkedKeys>(marks_, cells, block, work.key / Tile::kMarkedKeys);
     };
     ShownBlocks blocks;
-    blocks.begin_at(end);
+    blocks.begin_at(work.end);
     const auto find = [&] {
 #pragma unroll 1
       while (!blocks.find(work.begin, look)) {
-        if (++next_head == work.n + static_cast<uint32_t>(p_.key_group)) return false;
+        if (++next_head == work.n + work.heads) return false;
         cells = static_cast<uint32_t>(cells_of(marks_, p_.batch, next_head));
-        blocks.begin_at(end);
+        blocks.begin_at(work.end);
       }
       return true;
     };
     bool more = find();
     if (elect_thread()) {
+      const bool loaded = work.begin < work.end;
       if (more) {
         begin_head(shared_.head, next_head);
       } else {
         work_of(places).end = work.begin;
       }
-      end_tile(places);
+      end_tile(places, loaded);
     }
 #pragma unroll 1
     while (more) {
@@ -210,7 +224,7 @@ class ColumnConsumer {
 #pragma unroll
         for (int i = 0; i < 32 * kPartSteps; ++i) key_grad_[part][i] = value_grad_[part][i] = 0.0f;
       }
-      int left = (work.end - work.begin) * static_cast<int>(p_.key_group);
+      int left = (work.end - work.begin) * static_cast<int>(work.heads);
       const bool any = left > 0;
       if (any) {
         step<true>();

@@ -32,7 +32,7 @@ class ColumnRole {
 #pragma unroll
         for (int i = 0; i < 32 * kPartSteps; ++i) sums_[part][i] = 0.0f;
       }
-      int left = (work.end - work.begin) * static_cast<int>(p_.key_group);
+      int left = (work.end - work.begin) * static_cast<int>(work.heads);
       if (left > 0) {
         step<true>();
 #pragma unroll 1

@@ -25,12 +25,12 @@ struct ColumnGradTile {
 
   // What a tile is. It stays in shared memory, as registers are scarce.
   struct Work {
-    uint32_t n;                    // flat batch index of the group's first query head
+    uint32_t n, heads;             // query heads of the group, or of the part: flat batch index of the first one, how many
     int key, keys;                 // the first one; those of the matrix that any query sees
     int begin, end;                // blocks of queries that see some of the tile's; under a mask as many, or none
     int64_t key_grad, value_grad;  // where the tile's first key lies
   };
-  static constexpr int kWorks = kPlaces + 1;  // the consumers may still be in the tile before
+  static constexpr int kWorks = kPlaces + 2;  // one is written before its place is free; consumers may be in the tile before
 
   // Where a tile comes from, and the blocks of a query head.
   struct Boxes {

@@ -44,6 +44,45 @@ cudaError_t launch_tiles(void (*kernel)(RowsBackwardParams, RowsBackwardMaps, Ro
   return cudaGetLastError();
 }
 
+// The call's column kernel. Where tiles are cut it leaves the sums of parts in float, as dK and dV of matrices with the keys that
+// some query sees and whole quads of columns, of as many key heads at a time as there is room for; then they are added.
+template <class Tile>
+cudaError_t launch_columns(const RowsBackwardParams& params, const RowsMarks& marks, int64_t sms, cudaStream_t stream) {
+  const int64_t key_heads = params.N / params.key_group, parts = params.cut.heads * params.cut.blocks;
+  const int64_t walked = ceil_div(params.L * params.key_group, parts);
+  RowsBackwardMaps maps;
+  cudaError_t status = make_maps(maps, params, Tile::kM, Tile::kN);
+  if (status != cudaSuccess) return status;
+  const auto launch = [&](const RowsBackwardParams& p, int64_t heads) {
+    return launch_tiles<Tile>(column_grads_kernel<Tile>, p, maps, order_of(p, heads * parts, p.S, Tile::kN, walked, sms), marks,
+                              sms, stream);
+  };
+  if (params.column_parts == nullptr) return launch(params, key_heads);
+
+  RowsBackwardParams cut = params;
+  cut.S = params.seen_keys;
+  cut.E = round_up(params.E, 4);
+  cut.Ev = round_up(params.Ev, 4);
+  cut.wide_grads = true;
+  cut.grad_key = cut.grad_value = {};
+  for (MatrixView* view : {&cut.grad_key, &cut.grad_value}) {
+    view->row_stride = cut.E + cut.Ev;
+    view->slice_stride = cut.S * view->row_stride;
+    view->col_stride = view->group = 1;
+    view->vector = true;
+  }
+  cut.grad_key.data = params.column_parts;
+  cut.grad_value.data = params.column_parts + cut.E;
+  RowsBackwardParams sums = params;
+  for (int64_t first = 0; first < key_heads && status == cudaSuccess; first += params.column_heads) {
+    const int64_t heads = std::min(key_heads - first, params.column_heads);
+    cut.cut.first = sums.cut.first = static_cast<uint32_t>(first);
+    status = launch(cut, heads);
+    if (status == cudaSuccess) status = launch_column_sums(sums, heads, stream);
+  }
+  return status;
+}
+
 template <int kClass, bool kGeneral>
 cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& marks, cudaStream_t stream) {
   params.scale_factor = static_cast<float>(params.scale);
@@ -52,17 +91,13 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& mar
   params.keep_factor = static_cast<float>(kept_factor(params.dropout));
   const cudaError_t written = launch_query_records(params, stream);
   if (written != cudaSuccess) return written;
-  const int64_t sms = current_device_info().sms, key_heads = params.N / params.key_group;
+  const int64_t sms = current_device_info().sms;
   const cudaError_t launched = dispatch_half_type(params.type, [&](auto element) {
     using ColumnTile = ColumnGradTile<decltype(element), kClass, kGeneral>;
     using RowTile = RowGradTile<decltype(element), kClass, kGeneral>;
+    cudaError_t status = launch_columns<ColumnTile>(params, marks, sms, stream);
+    if (status != cudaSuccess) return status;
     RowsBackwardMaps maps;
-    cudaError_t status = make_maps(maps, params, ColumnTile::kM, ColumnTile::kN);
-    if (status != cudaSuccess) return status;
-    status = launch_tiles<ColumnTile>(column_grads_kernel<ColumnTile>, params, maps,
-                                      order_of(params, key_heads, params.S, ColumnTile::kN, params.L * params.key_group, sms),
-                                      marks, sms, stream);
-    if (status != cudaSuccess) return status;
     status = make_maps(maps, params, RowTile::kM, RowTile::kN);
     if (status != cudaSuccess) return status;
     return launch_tiles<RowTile>(row_grad_kernel<RowTile>, params, maps,

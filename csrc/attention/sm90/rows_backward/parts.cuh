@@ -142,9 +142,16 @@ __device__ __forceinline__ void store_grad(const float (&sums)[kParts][kCount], 
     if (wide) {
       float* g_row = static_cast<float*>(view.data) + first + row * view.row_stride;
 #pragma unroll
-      for (int i = 0; i < 32; ++i) {
-        const int half = i / 2 % 2, at = step * 64 + col + i / 4 * 8 + i % 2;
-        if (row + half * 8 < rows && at < cols) g_row[half * 8 * view.row_stride + at * view.col_stride] = values[i];
+      for (int i = 0; i < 32; i += 2) {
+        const int half = i / 2 % 2, at = step * 64 + col + i / 4 * 8;
+        if (row + half * 8 >= rows || at >= cols) continue;
+        float* g_pair = g_row + half * 8 * view.row_stride + at * view.col_stride;
+        if (view.vector && at + 2 <= cols) {
+          *reinterpret_cast<float2*>(g_pair) = {values[i], values[i + 1]};
+        } else {
+          g_pair[0] = values[i];
+          if (at + 1 < cols) g_pair[view.col_stride] = values[i + 1];
+        }
       }
       continue;
     }

@@ -1,11 +1,13 @@
 // Driver of the row kernels' backward: what belongs to rows first, by the pipeline's kernels and into records, then the kernels of
-// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries; the marks of a mask; parts of its gradient.
+// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries; the marks of a mask; what parts of the column
+// kernel's tiles leave, and in the same place, after it, parts of the mask's gradient.
 #include "attention/sm90/rows_backward/rows_backward.h"
 
 #include "attention/sm90/pipeline/backward.h"
 #include "attention/sm90/rows_backward/mask_tiles.h"
 #include "core/arithmetic.h"
 #include "core/operand.h"
+#include "plan/sm90_column_parts.h"
 #include "plan/sm90_rows.h"
 #include "plan/sm90_rows_backward.h"
 
@@ -46,7 +48,17 @@ int64_t bytes_before_parts(const BackwardParams& p) {
   return row_bytes(p) + record_bytes(p) + round_up(mark_bytes(p), kWorkspaceAlignment);
 }
 
-// How the mask's gradient is cut; what its CTAs leave comes after all else.
+ColumnSizes column_sizes(const BackwardParams& p) {
+  const int64_t seen = p.sequence.causal ? std::min(p.S, p.L) : p.S;
+  return {p.N / p.key_group, p.key_group, p.L, seen, p.E, p.Ev, p.sequence.causal, is_general(p)};
+}
+
+// How the column kernel's tiles are cut.
+ColumnParts column_parts_of(const BackwardParams& p) {
+  return plan_column_parts(column_sizes(p), p.workspace_bytes - bytes_before_parts(p));
+}
+
+// How the mask's gradient is cut, whose CTAs come after the columns' parts have been added.
 MaskTilesPlan mask_tiles_of(const BackwardParams& p) {
   if (p.mask_grad.data == nullptr) return {};
   return plan_mask_tiles(mask_tiles_sizes(p), p.workspace_bytes - bytes_before_parts(p));
@@ -55,7 +67,7 @@ MaskTilesPlan mask_tiles_of(const BackwardParams& p) {
 }  // namespace
 
 int64_t rows_backward_workspace(const BackwardParams& params) {
-  return bytes_before_parts(params) + mask_tiles_of(params).bytes;
+  return bytes_before_parts(params) + std::max(column_parts_of(params).bytes, mask_tiles_of(params).bytes);
 }
 
 bool rows_backward_sums_mask(const BackwardParams&) { return false; }
@@ -72,8 +84,14 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   rows.general = is_general(params);
   const MaskTilesPlan mask = mask_tiles_of(params);
   rows.mask_splits = mask.splits;
-  rows.mask_parts =
-      mask.bytes == 0 ? nullptr : reinterpret_cast<float*>(static_cast<char*>(params.workspace) + bytes_before_parts(params));
+  auto* parts = reinterpret_cast<float*>(static_cast<char*>(params.workspace) + bytes_before_parts(params));
+  rows.mask_parts = mask.bytes == 0 ? nullptr : parts;
+  const ColumnParts columns = column_parts_of(params);
+  rows.seen_keys = column_sizes(params).S;
+  rows.cut = {static_cast<uint32_t>(columns.heads), static_cast<uint32_t>(columns.blocks),
+              static_cast<uint32_t>(columns.heads_of_part), 0};
+  rows.column_parts = columns.bytes == 0 ? nullptr : parts;
+  rows.column_heads = columns.key_heads;
   RowsMarks marks = {};
   if (mark_bytes(params) > 0) {
     auto* data = static_cast<uint8_t*>(params.workspace) + row_bytes(params) + record_bytes(params);

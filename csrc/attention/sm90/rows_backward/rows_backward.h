@@ -25,6 +25,13 @@ struct alignas(16) QueryRecord {
 };
 static_assert(sizeof(QueryRecord) == 416, "a bulk copy takes multiples of 16 bytes");
 
+// The parts of a tile's walk over its queries (plan/sm90_column_parts.h), as the column kernel sees them.
+struct ColumnCut {
+  uint32_t heads = 1, blocks = 1;  // parts of a group's query heads; of a head's blocks
+  uint32_t heads_of_part = 1;      // query heads; of the last part maybe fewer
+  uint32_t first = 0;              // key head of the launch
+};
+
 // A call, and what was made of its rows before.
 struct RowsBackwardParams : BackwardParams {
   const float* delta;         // (N, L)
@@ -37,10 +44,16 @@ struct RowsBackwardParams : BackwardParams {
   bool general, differences;  // there is a mask or dropout; scores are subtracted from before they are exponents
   int64_t mask_splits;        // CTAs that share a tile of the mask's gradient
   float* mask_parts;          // what each of them leaves; null: its one CTA writes it (mask_tiles.h)
+  ColumnCut cut;              // of a launch of the column kernel
+  int64_t column_heads;       // key heads of such a launch, where tiles are cut
+  int64_t seen_keys;          // of a matrix, by any query; parts have these
+  float* column_parts;        // what its parts leave: (key heads, parts, seen_keys, pitch); null: nothing is cut
 };
 
 // Writes the records.
 cudaError_t launch_query_records(const RowsBackwardParams& params, cudaStream_t stream);
+// Adds what the parts of so many key heads' tiles have left, from cut.first on, to dK and dV.
+cudaError_t launch_column_sums(const RowsBackwardParams& params, int64_t key_heads, cudaStream_t stream);
 // Writes what the mask shows at `data`, for cells of 32 or 64 keys.
 cudaError_t launch_marks(const BackwardParams& params, int marked_keys, uint8_t* data, RowsMarks& marks, cudaStream_t stream);
 
