@@ -2,7 +2,8 @@
 //
 // Whole matrices are made in one launch where that is fastest: the workspace holds P and dS of some key heads at a time. Else a
 // slice has P and dS of some matrices, rows and keys, 4 bytes a score. Where the keys of a matrix lie in several slices, dQ is
-// carried from one to the next; where the rows of a key head do, dK and dV. Both are float, and lie in the workspace as well.
+// carried from one to the next; where the rows of a key head do, dK and dV. Both are float, and lie in the workspace as well. A key
+// head's sums may be cut by query heads too, so that they are no longer than others: then dK and dV are carried within a launch.
 #pragma once
 
 #include <cstdint>
@@ -25,10 +26,11 @@ struct BackwardSizes {
 // only dQ is made, groups do not matter, and rows come before keys, so that what is carried is that of one slice's rows.
 struct BackwardPass {
   bool of_rows, of_keys;            // makes dQ, and mask_grad; makes dK and dV
+  int64_t sum_heads;                // query heads that a sum of dK or dV goes over before it is added to those of its key head
   int64_t batches = 1;              // query heads of a slice: whole groups, or an equal part of one
   std::vector<int64_t> rows, keys;  // where slices begin, and at the end L and S
-  // Whole matrices in one launch: key heads whose scores are made ahead of their gradients, and P and dS of `batches` at a time.
-  // 0: two launches a slice.
+  // Whole matrices in one launch: heads of `sum_heads` matrices whose scores are made ahead of their gradients, and P and dS of
+  // `batches` at a time. 0: two launches a slice.
   int64_t ahead = 0;
 
   bool cuts_rows() const { return rows.size() > 2; }
@@ -47,8 +49,8 @@ struct BackwardPlan {
   int64_t cleared(const BackwardSizes& sizes) const;
 };
 
-// Where what a slice has begins, in bytes from `slices_at`: the carry of dQ or, in one launch, counters; the carry of dK and dV, P,
-// and dS.
+// Where what a slice has begins, in bytes from `slices_at`: the carry of dQ or, of whole matrices, counters; the carry of dK and
+// dV, P, and dS.
 struct SlicePlaces {
   int64_t key_carry, probabilities, score_grad, end;
 };
@@ -63,11 +65,26 @@ struct SlicePart {
 
 inline bool carries_query(const BackwardPass& pass) { return pass.of_rows && pass.cuts_keys(); }
 inline bool carries_keys(const BackwardSizes& sizes, const BackwardPass& pass) {
-  return pass.of_keys && (pass.cuts_rows() || pass.batches < sizes.group);
+  return pass.of_keys && (pass.cuts_rows() || pass.sum_heads < sizes.group);
 }
-// Of tiles that are done, two of 4 bytes for each key head.
+// Whether a launch has several sums of a key head, which are added to the carry one after the other.
+inline bool adds_in_turn(const BackwardSizes& sizes, const BackwardPass& pass) {
+  return pass.of_keys && pass.sum_heads < std::min(sizes.group, pass.batches);
+}
+// What is carried of so many rows or keys: whole tiles of them, as they lie in registers.
+constexpr int64_t carry_floats(int64_t lines, int64_t width) { return round_up(lines, kSliceTile) * width; }
+// Counters of 4 bytes: in one launch two for each head of tiles that are done; of sums that were added, one for each tile of dK and
+// dV and warp.
+inline int64_t done_counters(const BackwardSizes& sizes, const BackwardPass& pass) {
+  return pass.ahead > 0 ? 2 * (sizes.N / pass.sum_heads) : 0;
+}
+inline int64_t added_counters(const BackwardSizes& sizes, const BackwardPass& pass) {
+  constexpr int64_t kWarps = 8, kLeastWidth = 192;
+  const int64_t columns = ceil_div(sizes.E, kLeastWidth) + ceil_div(sizes.Ev, kLeastWidth);
+  return adds_in_turn(sizes, pass) ? ceil_div(sizes.S, kSliceTile) * columns * kWarps : 0;
+}
 inline int64_t counter_bytes(const BackwardSizes& sizes, const BackwardPass& pass) {
-  return pass.ahead > 0 ? round_up(sizes.N / sizes.group * 8, kWorkspaceAlignment) : 0;
+  return round_up((done_counters(sizes, pass) + added_counters(sizes, pass)) * 4, kWorkspaceAlignment);
 }
 SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, const SlicePart& part);
 

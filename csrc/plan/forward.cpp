@@ -63,7 +63,7 @@ constexpr int64_t kMostSplitHalfMatrices = int64_t{1} << 18, kMostSplitHalfKeys 
 template <bool kWgmma>
 int64_t slices_workspace(const Problem& p, const DeviceInfo& card, int64_t cap) {
   if (p.N == 0 || p.L == 0) return 0;
-  return forward_slices(p.N, p.L, p.visible_keys(), p.Ev, element_bytes(p.type), cap, kWgmma, card.sms).bytes;
+  return forward_slices(p.N, p.L, p.visible_keys(), p.Ev, element_bytes(p.type), cap, kWgmma, card.sms, p.causal).bytes;
 }
 int64_t rows_workspace(const Problem& p, const DeviceInfo&, int64_t cap) {
   return rows_workspace_of(rows_problem(p), cap).bytes();

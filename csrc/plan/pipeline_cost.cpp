@@ -72,7 +72,7 @@ int64_t pipeline_cost(const Problem& p, const DeviceInfo& card, int64_t cap, boo
   const PipelineRates& rates = wgmma ? kSm90Pipeline : kPipeline;
   if (p.empty()) return rates.first + rates.slice;
   const int64_t S = p.visible_keys(), element = element_bytes(p.type), slots = card.sms * rates.ctas_per_sm;
-  const ForwardSlices slices = forward_slices(p.N, p.L, S, p.Ev, element, cap, wgmma, card.sms);
+  const ForwardSlices slices = forward_slices(p.N, p.L, S, p.Ev, element, cap, wgmma, card.sms, p.causal);
   const int64_t value_cols = !wgmma ? 128 : ceil_div(p.Ev, 192) == ceil_div(p.Ev, 256) ? 192 : 256;
   const int64_t score_cols = ceil_div(S, rates.tile_cols), value_tiles = ceil_div(p.Ev, value_cols);
   const int64_t query_steps = ceil_div(p.E, 64), key_steps = ceil_div(S, 64),

@@ -23,13 +23,25 @@ struct ForwardSlices {
 
 constexpr int64_t kWgmmaTileRows = 128, kWgmmaTileCols = 256;  // of the products by wgmma (gemm/sm90/tile.cuh)
 
+// Tiles of a matrix of scores that some row sees: all, or those up to the diagonal.
+constexpr int64_t seen_score_tiles(int64_t row_tiles, int64_t col_tiles, bool causal) {
+  static_assert(kWgmmaTileCols == 2 * kWgmmaTileRows, "two row tiles more see a column tile more");
+  const int64_t growing = causal ? std::min(row_tiles, 2 * col_tiles) : 0, pairs = growing / 2;
+  return pairs * (pairs + 1) + growing % 2 * (pairs + 1) + (row_tiles - growing) * col_tiles;
+}
+
 // Matrices of a slice, `limit` at most, for products whose CTAs stay, one on each of a card's sms, and take tile after tile: the
 // number that needs the fewest rounds in all.
-inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t limit, int64_t sms) {
+inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t limit, int64_t sms, bool causal) {
   if (limit >= N) return std::max<int64_t>(N, 1);  // rounds of a whole are no more than those of its parts
+  constexpr int64_t kRound = 16;
+  const int64_t row_tiles = ceil_div(L, kWgmmaTileRows), col_tiles = ceil_div(S, kWgmmaTileCols),
+                seen = seen_score_tiles(row_tiles, col_tiles, causal), all = std::max<int64_t>(row_tiles * col_tiles, 1);
   const auto rounds = [&](int64_t matrices) {
-    const int64_t row_tiles = matrices * ceil_div(L, kWgmmaTileRows);
-    return ceil_div(row_tiles * ceil_div(S, kWgmmaTileCols), sms) + ceil_div(row_tiles * ceil_div(Ev, kWgmmaTileCols), sms);
+    const int64_t out_tiles = matrices * row_tiles * ceil_div(Ev, kWgmmaTileCols), scores = ceil_div(matrices * seen, sms);
+    // Causal ones are of all lengths, the longest first: they even out, but for about half of one.
+    const int64_t values = causal ? kRound * out_tiles * seen / (all * sms) + kRound / 2 : kRound * ceil_div(out_tiles, sms);
+    return kRound * scores + values;
   };
   int64_t best = limit, fewest = -1;
   const int64_t least = std::max(best / 2, best - 64);  // the more there are, the less it matters
@@ -43,9 +55,10 @@ inline int64_t fewest_rounds(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_
   return std::max<int64_t>(best, 1);
 }
 
-// N matrices of (L, S) scores for tensors of `element` bytes; at least one row, whatever the cap. sms: used by wgmma_products.
+// N matrices of (L, S) scores for tensors of `element` bytes; at least one row, whatever the cap. sms, causal: used by
+// wgmma_products.
 inline ForwardSlices forward_slices(int64_t N, int64_t L, int64_t S, int64_t Ev, int64_t element, int64_t workspace_cap,
-                                    bool wgmma_products, int64_t sms) {
+                                    bool wgmma_products, int64_t sms, bool causal) {
   const int64_t statistic = element == 8 ? 8 : 4;
   ForwardSlices slices = {};
   slices.pitch = slice_pitch(S);
@@ -56,8 +69,8 @@ inline ForwardSlices forward_slices(int64_t N, int64_t L, int64_t S, int64_t Ev,
   const int64_t rows_in_cap = std::max<int64_t>(workspace_cap - 4 * kWorkspaceAlignment, 0) / row_bytes;
   if (rows_in_cap >= L) {
     const int64_t limit = rows_in_cap / std::max<int64_t>(L, 1);
-    slices.batches =
-        wgmma_products ? fewest_rounds(N, L, S, Ev, std::min<int64_t>(limit, 1 << 12), sms) : even_piece(N, limit, 1, 1);
+    slices.batches = wgmma_products ? fewest_rounds(N, L, S, Ev, std::min<int64_t>(limit, 1 << 12), sms, causal)
+                                    : even_piece(N, limit, 1, 1);
     slices.rows = L;
   } else {
     slices.batches = 1;

@@ -9,7 +9,7 @@ namespace {
 
 ForwardSlices plan_forward(const ForwardParams& params, const ForwardProducts& products) {
   return forward_slices(params.N, params.L, params.S, params.Ev, element_bytes(params.type), params.workspace_bytes,
-                        products.wgmma, current_device_info().sms);
+                        products.wgmma, current_device_info().sms, params.sequence.causal);
 }
 
 cudaError_t run_slice(const ForwardParams& params, const ForwardProducts& products, const ForwardSlices& plan,

@@ -32,20 +32,21 @@ struct GradientTiles {
     int last_rows;            // of the other operand, that count in the last step
   };
 
-  unsigned key_heads, matrices;
-  int key_tiles, row_tiles;        // of a matrix, along m
-  int key_columns, value_columns;  // tiles along n
+  unsigned key_heads, matrices, group;  // groups, query heads, and these of a group
+  int key_tiles, row_tiles;             // of a matrix, along m
+  int key_columns, value_columns;       // tiles along n
   int E, Ev;
   bool by_head, in_turn, rows_first;
 
-  // group: query heads of a key head. The slice has whole groups, or an equal part of one. of_rows, of_keys: whether to make dQ; dK
-  // and dV.
-  GradientTiles(const Slice& slice, bool causal, int64_t group, int64_t E, int64_t Ev, bool of_rows, bool of_keys)
+  // of_sum: query heads that a sum of dK or dV goes over, those of a key head or an equal part of them. The slice has a whole number
+  // of such groups, or a part of one. of_rows, of_keys: whether to make dQ; dK and dV.
+  GradientTiles(const Slice& slice, bool causal, int64_t of_sum, int64_t E, int64_t Ev, bool of_rows, bool of_keys)
       : E(static_cast<int>(E)), Ev(static_cast<int>(Ev)) {
     const auto tiles = [](int64_t length, int64_t of_tile) { return static_cast<int>(ceil_div(length, of_tile)); };
-    const int64_t heads = of_keys ? std::min(group, slice.batch_count) : 1, length = heads * slice.row_count;
+    const int64_t heads = of_keys ? std::min(of_sum, slice.batch_count) : 1, length = heads * slice.row_count;
     matrices = static_cast<unsigned>(slice.batch_count);
-    key_heads = matrices / static_cast<unsigned>(heads);
+    group = static_cast<unsigned>(heads);
+    key_heads = matrices / group;
     key_tiles = of_keys ? tiles(slice.col_count, Tile::kM) : 0;
     row_tiles = of_rows ? tiles(slice.row_count, Tile::kM) : 0;
     key_columns = tiles(E, Tile::kN);
@@ -58,8 +59,6 @@ struct GradientTiles {
   __host__ __device__ unsigned all() const {
     return key_heads * key_tiles * of_key() + matrices * row_tiles * static_cast<unsigned>(key_columns);
   }
-  // Query heads that a key head's sum goes over.
-  __device__ __forceinline__ unsigned heads() const { return matrices / key_heads; }
 
   // keys: that there are, up to the end of the slice's. batch_begin: of the matrices that are listed, if not the slice's.
   __device__ __forceinline__ Place place(unsigned tile, const Slice& slice, const Sequence& sequence, int64_t keys) const {
@@ -71,7 +70,7 @@ struct GradientTiles {
     const bool is_row = index.of == kGradQuery;
     Place place;
     place.of = index.of;
-    place.slice_index = is_row ? index.head : index.head * heads();
+    place.slice_index = is_row ? index.head : index.head * group;
     place.n = static_cast<unsigned>(batch_begin) + place.slice_index;
     place.m = index.m * Tile::kM;
     place.col = index.n * Tile::kN;
@@ -98,7 +97,7 @@ struct GradientTiles {
  private:
   __device__ __forceinline__ Index at(unsigned tile) const {
     if (by_head) {  // dV, dK, then dQ of the key head's query heads
-      const unsigned keys = key_tiles * of_key(), rows = matrices / key_heads * row_tiles * key_columns;
+      const unsigned keys = key_tiles * of_key(), rows = group * row_tiles * key_columns;
       const unsigned head = tile / (keys + rows), in_head = tile - head * (keys + rows);
       if (in_head < keys) {
         const unsigned values = static_cast<unsigned>(key_tiles * value_columns);
@@ -107,7 +106,7 @@ struct GradientTiles {
       }
       const unsigned in_rows = in_head - keys, row_tile = in_rows / key_columns;
       const unsigned matrix = row_tile / row_tiles;
-      return {kGradQuery, head * (matrices / key_heads) + matrix, static_cast<int>(row_tile - matrix * row_tiles),
+      return {kGradQuery, head * group + matrix, static_cast<int>(row_tile - matrix * row_tiles),
               static_cast<int>(in_rows - row_tile * key_columns)};
     }
     // The first keys and the last rows have the longest sums: these come first, in turn or all of one kind before the other.

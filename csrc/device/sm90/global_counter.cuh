@@ -9,6 +9,10 @@ namespace attention_ext {
 __device__ __forceinline__ void count_released(unsigned* g_counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;\n" ::"l"(g_counter) : "memory");
 }
+// Sets it, by the only thread that may do so at the time; seen as an addition is.
+__device__ __forceinline__ void set_released(unsigned* g_counter, unsigned count) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;\n" ::"l"(g_counter), "r"(count) : "memory");
+}
 // Adds one, and says nothing of what was written.
 __device__ __forceinline__ void count_relaxed(unsigned* g_counter) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;\n" ::"l"(g_counter) : "memory");

@@ -4,10 +4,10 @@
 // plan/backward_slices.h cuts the call into slices of as many scores as the workspace holds, of all keys and rows or of some. What
 // lies in several slices is carried in float: dQ where keys are cut, dK and dV where rows or query heads are. So a score is made
 // once. Only where that is too large, one pass makes dQ and another dK and dV.
-// Whole matrices are mostly made in one launch (backward_turns.cu), in which P and dS have places for some key heads.
-// Workspace: delta and norm, (N, L) in float; the ticket; in one launch two counters for each key head; what is carried, of dQ
-// (group, rows, E) and of dK and dV (keys, E + Ev); P and dS, of a slice or of as many matrices as have places, (batches, rows,
-// pitch) in the tensors' dtype.
+// Whole matrices are mostly made in one launch (backward_turns.cu), in which P and dS have places for some heads.
+// Workspace: delta and norm, (N, L) in float; the ticket; of whole matrices counters; what is carried, of dQ (group, rows, E) and
+// of dK (keys, E) and dV (keys, Ev), each to whole tiles; P and dS, of a slice or of as many matrices as have places, (batches,
+// rows, pitch) in the tensors' dtype.
 #include "attention/sm90/pipeline/backward.h"
 
 #include "attention/pipeline/stage.h"
@@ -69,6 +69,7 @@ class Run {
   float* delta() const { return reinterpret_cast<float*>(workspace(0)); }
   float* norm() const { return delta() + params_.N * params_.L; }
   unsigned* ticket() const { return reinterpret_cast<unsigned*>(workspace(plan_.slices_at - kWorkspaceAlignment)); }
+  unsigned* counters() const { return reinterpret_cast<unsigned*>(slices_); }
 
   cudaError_t run_slice(const BackwardPass& pass, const SlicePart& part, const Slice& slice) const {
     const SlicePlaces places = slice_places(sizes_, pass, part);
@@ -91,7 +92,7 @@ class Run {
     turns.scores = scores_of(whole, slice_places(sizes_, pass, part), pass.batches);
     turns.gradients = gradients_of(pass, part, turns.scores);
     turns.ahead = pass.ahead;
-    turns.counters = reinterpret_cast<unsigned*>(slices_);
+    turns.counters = counters();
     return launch_backward_turns(turns, stream_);
   }
 
@@ -117,6 +118,7 @@ class Run {
     const Slice& slice = scores.slice;
     GradientsParams gradients = stage_of<GradientsParams>(params_, slice);
     gradients.group = params_.key_group;
+    gradients.sum_heads = pass.sum_heads;
     gradients.S = params_.S;
     gradients.query = params_.query;
     gradients.key = params_.key;
@@ -124,18 +126,20 @@ class Run {
     gradients.probabilities = scores.probabilities;
     gradients.score_grad = scores.score_grad;
     const double factor = kept_factor(params_.dropout) / weight_scale(params_.type);
-    gradients.of[kGradQuery] = {params_.grad_query, E, params_.scale, nullptr, E};
-    gradients.of[kGradKey] = {params_.grad_key, E, params_.scale, nullptr, E + Ev};
-    gradients.of[kGradValue] = {params_.grad_value, Ev, factor, nullptr, E + Ev};
+    gradients.of[kGradQuery] = {params_.grad_query, E, params_.scale, nullptr};
+    gradients.of[kGradKey] = {params_.grad_key, E, params_.scale, nullptr};
+    gradients.of[kGradValue] = {params_.grad_value, Ev, factor, nullptr};
     if (carries_query(pass)) {
-      const int64_t row = slice.batch_begin % pass.group(sizes_) * part.carried_rows + slice.row_begin - part.carried_begin;
-      gradients.of[kGradQuery].sums = reinterpret_cast<float*>(slices_) + row * E;
+      const int64_t head = slice.batch_begin % pass.group(sizes_), row = slice.row_begin - part.carried_begin;
+      gradients.of[kGradQuery].sums =
+          reinterpret_cast<float*>(slices_) + head * carry_floats(part.carried_rows, E) + carry_floats(row, E);
     }
     if (carries_keys(sizes_, pass)) {
       float* sums = reinterpret_cast<float*>(slices_ + slice_places(sizes_, pass, part).key_carry);
       gradients.of[kGradKey].sums = sums;
-      gradients.of[kGradValue].sums = sums + E;
+      gradients.of[kGradValue].sums = sums + carry_floats(slice.col_count, E);
     }
+    if (adds_in_turn(sizes_, pass)) gradients.added = counters() + done_counters(sizes_, pass);
     gradients.of_rows = pass.of_rows && !part.hidden;
     gradients.of_keys = pass.of_keys;
     gradients.wide_out = params_.wide_grads;

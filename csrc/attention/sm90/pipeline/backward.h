@@ -45,20 +45,20 @@ struct LargeLseParams : StageParams {
   float* norm;  // (N, L)
 };
 
-// One of the three gradients: out = factor * A . B. Where the sum spans slices it goes on in `sums`, as float, from the slice's
-// first row or key on, `pitch` from one to the next; null: it does not.
+// One of the three gradients: out = factor * A . B. Where it is made of several sums they go on in `sums`, as float, from the
+// slice's first row or key on: for 128 of them after the other 8 columns at a time, of these 4 elements for each of 256 threads, as
+// they lie in registers. null: there is one sum.
 struct GradientOf {
   MatrixView out;
-  int64_t width;  // columns
+  int64_t width;  // columns, a multiple of 8
   double factor;
   float* sums;
-  int64_t pitch;
 };
 
 // dQ = scale * dS . key of the slice's rows; dK = scale * dS^T . query and dV = factor * P^T . grad_out of its keys, summed over
-// the query heads of a key head.
+// the query heads of a key head, `sum_heads` at a time.
 struct GradientsParams : StageParams {
-  int64_t group;             // query heads per key head
+  int64_t group, sum_heads;  // query heads per key head, and of a sum
   int64_t S;                 // keys of all slices
   MatrixView query;          // (N, L, E)
   MatrixView key;            // (N / group, S, E)
@@ -69,15 +69,19 @@ struct GradientsParams : StageParams {
   bool of_rows, of_keys;     // whether to make dQ; dK and dV
   bool wide_out;
   unsigned* ticket;  // 0 before the launch and after it
-  int64_t places;    // as of scores
+  // Of each tile of dK and dV and warp: sums of the launch that it has added to `sums`. 0 before the launch and after it. null: the
+  // launch has one sum of each.
+  unsigned* added;
+  int64_t places;  // as of scores
 };
 
-// Both for whole matrices in one launch. P and dS have places for the matrices of some key heads, which are used again.
+// Both for whole matrices in one launch. P and dS have places for the matrices of some heads, which are used again. A head here is
+// `sum_heads` query heads: a key head with all of its own, or with some.
 struct BackwardTurnsParams {
   ScoreGradientsParams scores;
   GradientsParams gradients;  // of rows and of keys, no sums
-  int64_t ahead;              // key heads whose scores are made before the first gradients
-  unsigned* counters;         // 2 for each key head, 0 before the launch
+  int64_t ahead;              // heads whose scores are made before the first gradients
+  unsigned* counters;         // 2 for each head, 0 before the launch
 };
 
 cudaError_t launch_score_gradients(const ScoreGradientsParams& params, cudaStream_t stream);

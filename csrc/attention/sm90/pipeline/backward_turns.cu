@@ -1,16 +1,17 @@
 // Backward by wgmma (Hopper) of whole matrices in one launch: P and dS (score_gradients.cuh), and the gradients (gradients.cuh).
 //
-// One list of tiles, which CTAs draw from in order: scores of `ahead` key heads, then in turn scores of one more and gradients of
-// the first that has none. A key head's P and dS are read soon after they are written, and so are its Q, K and dO for the second
-// time: from L2.
+// One list of tiles, which CTAs draw from in order: scores of `ahead` heads, then in turn scores of one more and gradients of the
+// first that has none. A head's P and dS are read soon after they are written, and so are its Q, K and dO for the second time: from
+// L2. A head is a key head with its query heads or, where these are many and their matrices too, with an equal part of them.
 //
 // A tile waits for tiles before it in the list only. As tiles are drawn in order by CTAs that run, the first one that is not done
 // never waits, so none waits for ever:
-// - gradients, for all scores of their key head. A warp counts when it has written its rows.
-// - scores, for all gradients of the key head that had their place in P and dS. The first warpgroup counts a tile when its products
-//   are done: then all that the tile reads has arrived in shared memory.
-// Only the thread that loads waits. The warps that write P and dS do so after they have seen what that thread loaded later, which
-// the stages' full barriers order.
+// - gradients, for all scores of their head. A warp counts when it has written its rows.
+// - scores, for all gradients of the head that had their place in P and dS. The first warpgroup counts a tile when its products are
+//   done: then all that the tile reads has arrived in shared memory.
+// - dK and dV of a part of a key head's query heads, with their products done, for the part before it: warp for warp.
+// But for these only the thread that loads waits. The warps that write P and dS do so after they have seen what that thread loaded
+// later, which the stages' full barriers order.
 // Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 240 a consumer thread.
 #include "attention/sm90/pipeline/gradients.cuh"
 #include "attention/sm90/pipeline/score_gradients.cuh"
@@ -19,17 +20,23 @@
 
 namespace attention_ext {
 
-// The list. Of a key head: so many tiles of scores and of gradients.
+// The list. Of a head: so many tiles of scores and of gradients.
 struct BackwardTurnsList {
   struct Turn {
     bool is_scores;
     unsigned head;
-    unsigned tile;  // of scores, counted from the first key head's; of gradients, of the key head
+    unsigned tile;  // of scores, counted from the first head's; of gradients, of the head
   };
 
   unsigned heads, ahead, scores, gradients;
+  unsigned all;  // kept: what is read from the params takes no register
 
-  __host__ __device__ unsigned all() const { return heads * (scores + gradients); }
+  BackwardTurnsList(int64_t heads, int64_t ahead, unsigned scores, unsigned gradients)
+      : heads(static_cast<unsigned>(heads)),
+        ahead(static_cast<unsigned>(ahead)),
+        scores(scores),
+        gradients(gradients),
+        all(static_cast<unsigned>(heads) * (scores + gradients)) {}
   __device__ __forceinline__ Turn at(unsigned ticket) const {
     const unsigned first = ahead * scores, both = scores + gradients, in_turn = (heads - ahead) * both;
     const bool before = ticket < first, after = ticket - first >= in_turn;
@@ -73,14 +80,15 @@ struct BackwardTurns {
   __device__ __forceinline__ Gradients<Tile> gradients() const { return {work.p.gradients, work.gradient_tiles}; }
   __device__ __forceinline__ unsigned* scores_done(unsigned head) const { return work.p.counters + head; }
   __device__ __forceinline__ unsigned* gradients_done(unsigned head) const { return scores_done(work.turns.heads + head); }
-  __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * work.p.gradients.group; }
+  __device__ __forceinline__ unsigned sum_heads() const { return static_cast<unsigned>(work.p.gradients.sum_heads); }
+  __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * sum_heads(); }
 
   __device__ __forceinline__ void load(StepLoader<Tile>& loader, Shared& shared, unsigned ticket) const {
     const BackwardTurnsList::Turn turn = work.turns.at(ticket);
     if (turn.is_scores) {
       const ScorePlace at = scores().place(turn.tile);
       if (at.hidden) return;
-      const unsigned places = static_cast<unsigned>(work.p.scores.places) / static_cast<unsigned>(work.p.gradients.group);
+      const unsigned places = static_cast<unsigned>(work.p.scores.places) / sum_heads();
       if (turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients);
       scores().load(loader, work.score_maps, at);
     } else {
@@ -106,7 +114,7 @@ struct BackwardTurns {
       const auto at = gradients().place(turn.tile, first_matrix(turn.head));
       float product[Tile::kN / 2];
       gradients().multiply(multiplier, at, product);
-      if (threadIdx.x == 0) count_relaxed(gradients_done(at.n / static_cast<unsigned>(work.p.gradients.group)));
+      if (threadIdx.x == 0) count_relaxed(gradients_done(at.n / sum_heads()));
       gradients().write(at, row, product, s_strip);
     }
   }
@@ -126,7 +134,7 @@ __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
   const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned ticket, uint32_t s_strip, int row) {
     BackwardTurns<T, kModified>{work}.multiply(multiplier, ticket, s_strip, row);
   };
-  run_by_tickets<Tile>(shared, work.p.gradients.ticket, work.turns.all(), true, load, multiply);
+  run_by_tickets<Tile>(shared, work.p.gradients.ticket, work.turns.all, true, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -137,19 +145,19 @@ cudaError_t launch_typed(const BackwardTurnsParams& params, cudaStream_t stream)
   using Tile = ScoreGradientsTile<T>;
   const GradientsParams& gradients = params.gradients;
   const ScoreTiles<Tile, true> score_tiles = score_gradients_tiles<T>(params.scores);
-  Slice head = gradients.slice;  // any: tiles of a key head are counted from its own first one
-  head.batch_count = gradients.group;
-  const GradientTiles<Tile> gradient_tiles(head, gradients.sequence.causal, gradients.group, gradients.of[kGradKey].width,
+  Slice head = gradients.slice;  // any: tiles of a head are counted from its own first one
+  head.batch_count = gradients.sum_heads;
+  const GradientTiles<Tile> gradient_tiles(head, gradients.sequence.causal, gradients.sum_heads, gradients.of[kGradKey].width,
                                            gradients.of[kGradValue].width, true, true);
-  const BackwardTurnsList turns = {static_cast<unsigned>(gradients.slice.batch_count / gradients.group),
-                                   static_cast<unsigned>(params.ahead),
-                                   static_cast<unsigned>(gradients.group) * score_tiles.of_matrix(), gradient_tiles.all()};
+  const int64_t heads = gradients.slice.batch_count / gradients.sum_heads;
+  const BackwardTurnsList turns(heads, params.ahead, static_cast<unsigned>(gradients.sum_heads) * score_tiles.of_matrix(),
+                                gradient_tiles.all());
   BackwardTurnsWork<T> work = {params, {}, {}, turns, score_tiles, gradient_tiles};
   cudaError_t status = make_score_gradients_maps<T>(work.score_maps, params.scores);
   if (status == cudaSuccess) status = make_gradients_maps<Tile>(work.gradient_maps, gradients);
   if (status != cudaSuccess) return status;
   const auto kernel = modified(params.scores) ? backward_turns_kernel<T, true> : backward_turns_kernel<T, false>;
-  return launch_persistent<Tile, sizeof(BackwardTurnsShared<Tile>)>(kernel, turns.all(), stream, work);
+  return launch_persistent<Tile, sizeof(BackwardTurnsShared<Tile>)>(kernel, turns.all, stream, work);
 }
 
 }  // namespace

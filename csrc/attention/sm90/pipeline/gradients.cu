@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     work.multiply(multiplier, at, product);
     work.write(at, row, product, s_strip);
   };
-  run_by_tickets<Tile>(shared, params.ticket, list.all(), false, load, multiply);
+  run_by_tickets<Tile>(shared, params.ticket, list.all(), params.added != nullptr, load, multiply);
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -41,7 +41,7 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
   GradientsMaps maps;
   const cudaError_t status = make_gradients_maps<Tile>(maps, params);
   if (status != cudaSuccess) return status;
-  const GradientTiles<Tile> list(params.slice, params.sequence.causal, params.group, params.of[kGradKey].width,
+  const GradientTiles<Tile> list(params.slice, params.sequence.causal, params.sum_heads, params.of[kGradKey].width,
                                  params.of[kGradValue].width, params.of_rows, params.of_keys);
   return launch_persistent<Tile, sizeof(SharedWithTickets<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps,
                                                                   list);

@@ -4,13 +4,14 @@
 // Three products, one list of tiles: 128 rows or keys by 256 or 192 columns. dK and dV read dS and P as they lie, row after row;
 // wgmma transposes them. Their k runs over the rows of one query head of a key head after the other, from the first row tile that
 // sees a key of the tile; dQ's over the keys that a row of the tile sees. Every sum has one CTA and one order: no atomics.
-// A sum that spans slices goes on in float from what earlier ones left (GradientOf::sums). A tile that nothing is added to is
-// written as well.
+// Of a gradient that is made of several sums each goes on in float from what earlier ones left (GradientOf::sums): those of earlier
+// slices, or of the launch's earlier query heads. A tile that nothing is added to is written as well.
 #pragma once
 
 #include "attention/sm90/pipeline/backward.h"
 #include "attention/visibility/gradient_tiles.cuh"
 #include "core/tensor_map.h"
+#include "device/sm90/global_counter.cuh"
 #include "gemm/sm90/steps.cuh"
 
 namespace attention_ext {
@@ -29,7 +30,7 @@ struct Gradients {
 
   using Place = typename GradientTiles<Tile>::Place;
 
-  __device__ __forceinline__ unsigned heads() const { return list.heads(); }
+  __device__ __forceinline__ unsigned heads() const { return list.group; }
   // Of a list of the slice's matrices from `batch_begin` on.
   __device__ __forceinline__ Place place(unsigned tile, int64_t batch_begin) const {
     return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin);
@@ -76,8 +77,8 @@ struct Gradients {
   }
 
  private:
-  // Adds what earlier slices left; false where there are later ones, to which it leaves the sum. Slices with more keys, more rows
-  // or more query heads are later. In causal calls a tile may have its last keys, or first rows, in a slice that is not at the end.
+  // Adds what earlier sums left; false where there are later ones, to which it leaves its own. Those of more keys, more rows or more
+  // query heads are later. In causal calls a tile may have its last keys, or first rows, in a slice that is not at the end.
   __device__ __forceinline__ bool carry(const Place& at, int row, float (&product)[Tile::kN / 2]) const {
     const GradientOf& gradient = p.of[at.of];
     const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
@@ -87,27 +88,56 @@ struct Gradients {
       first = col_begin == 0;
       last = col_end == p.S || (p.sequence.causal && row_begin + at.m < col_end);
     } else {
-      first = at.n % p.group == 0 && (row_begin == 0 || (p.sequence.causal && col_begin + at.m >= row_begin));
-      last = (at.n + heads()) % p.group == 0 && row_end == p.L;
+      const unsigned group = forget(static_cast<unsigned>(p.group)), in_group = at.n % group;
+      first = in_group == 0 && (row_begin == 0 || (p.sequence.causal && col_begin + at.m >= row_begin));
+      last = in_group + heads() == group && row_end == p.L;
     }
-    float* g_sums = gradient.sums + (at.m + row) * gradient.pitch + at.col + threadIdx.x % 4 * 2;
-    const auto for_each_pair = [&](auto visit) {
+    // Of 8 columns this thread has 4 elements.
+    constexpr int kColumns = 8, kAtOnce = 8, kThreads = 128 * Tile::kConsumers;
+    const int64_t first_quad = at.m / Tile::kM * (gradient.width / kColumns) + at.col / kColumns;
+    float4* g_sums = reinterpret_cast<float4*>(gradient.sums) + first_quad * kThreads + threadIdx.x;
+    const unsigned batches = static_cast<unsigned>(p.slice.batch_count), sum_heads = forget(heads()),
+                   turn = (at.n - static_cast<unsigned>(p.slice.batch_begin)) / sum_heads;
+    unsigned* g_added = p.added != nullptr ? added(at) : nullptr;
+    // By every lane: what the warp's lanes have written before is seen.
+    while (g_added != nullptr && read_acquired(g_added) != turn) __nanosleep(32);
+    if (!first) {
 #pragma unroll
-      for (int i = 0; i < Tile::kN / 2; i += 2) {
-        const int down = i / 2 % 2 * 8, along = i / 4 * 8;
-        if (row + down < at.ms && along < at.cols) {  // widths are multiples of 8
-          visit(*reinterpret_cast<float2*>(g_sums + down * gradient.pitch + along), product[i], product[i + 1]);
+      for (int first_of = 0; first_of < Tile::kN / kColumns; first_of += kAtOnce) {
+        if (first_of * kColumns >= at.cols) continue;
+        float4 before[kAtOnce] = {};  // a wait is long
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          if ((first_of + i) * kColumns < at.cols) before[i] = __ldcg(g_sums + (first_of + i) * kThreads);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          float* quad = &product[(first_of + i) * 4];
+          quad[0] += before[i].x;
+          quad[1] += before[i].y;
+          quad[2] += before[i].z;
+          quad[3] += before[i].w;
         }
       }
-    };
-    if (!first) {
-      for_each_pair([](const float2& before, float& x, float& y) {
-        x += before.x;
-        y += before.y;
-      });
     }
-    if (!last) for_each_pair([](float2& after, float x, float y) { after = {x, y}; });
+    if (!last) {
+#pragma unroll
+      for (int i = 0; i < Tile::kN / kColumns; ++i) {
+        const float* quad = &product[i * 4];
+        if (i * kColumns < at.cols) g_sums[i * kThreads] = make_float4(quad[0], quad[1], quad[2], quad[3]);
+      }
+    }
+    if (g_added != nullptr) {
+      __syncwarp();  // every lane has read and written
+      if (threadIdx.x % 32 == 0) set_released(g_added, (turn + 1) * sum_heads == batches ? 0 : turn + 1);
+    }
     return last;
+  }
+  // This warp's counter of a tile of dK or dV.
+  __device__ __forceinline__ unsigned* added(const Place& at) const {
+    constexpr int kWarps = 4 * Tile::kConsumers;
+    const int column = at.col / Tile::kN + (at.of == kGradKey ? list.value_columns : 0);
+    return p.added + (at.m / Tile::kM * static_cast<int>(list.of_key()) + column) * kWarps + threadIdx.x / 32;
   }
 
   __device__ __forceinline__ void store(const Place& at, int row, const float (&product)[Tile::kN / 2],

@@ -25,6 +25,7 @@ template <class Tile, bool kMasked>
 struct WgmmaScores {
   using T = typename Tile::T;
   static constexpr int kSegments = Tile::kN / kSegment;
+  static constexpr int kPart = 128;  // keys whose mask is read at once: a wait for it is long, and registers hold no more
 
   const QkScoresParams& p;
 
@@ -129,21 +130,21 @@ struct WgmmaScores {
       return fetched.mask + (at.row + min(row + 8 * half, at.rows - 1)) * p.mask.row_stride;
     };
 #pragma unroll
-    for (int segment = 0; segment < kSegments; ++segment) {
-      if (segment * kSegment >= seen) break;
-      const int first_key = at.col + segment * kSegment, key = first_key + static_cast<int>(threadIdx.x % 4 * 2);
-      float x[kSegment / 2];
+    for (int part = 0; part < Tile::kN / kPart; ++part) {
+      if (part * kPart >= seen) break;
+      const int first_key = at.col + part * kPart, key = first_key + static_cast<int>(threadIdx.x % 4 * 2);
+      float x[kPart / 2];
 #pragma unroll
-      for (int i = 0; i < kSegment / 2; ++i) x[i] = product[segment * (kSegment / 2) + i];
+      for (int i = 0; i < kPart / 2; ++i) x[i] = product[part * (kPart / 2) + i];
       scale_and_mask<T>(x, factor, p.mask, kMasked ? p.mask_type : MaskType::kNone, mask_row, key, at.range.keys);
-      if (first_key + kSegment > open) {
+      if (first_key + kPart > open) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           hide_keys(x, half, key, row + 8 * half < at.rows ? at.range.end_of_row(at.row + row + 8 * half) : 0);
         }
       }
 #pragma unroll
-      for (int i = 0; i < kSegment / 2; ++i) product[segment * (kSegment / 2) + i] = x[i];
+      for (int i = 0; i < kPart / 2; ++i) product[part * (kPart / 2) + i] = x[i];
     }
   }
 
