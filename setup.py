@@ -53,11 +53,12 @@ STRICT = os.environ.get("ATTENTION_EXT_WERROR") == "1"
 HOST = ["-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter", *["-Werror"] * STRICT]
 DEVICE = ["-O3", "-lineinfo", "-Xcompiler=-fvisibility=hidden", "-Xptxas=-warn-spills"]
 DEVICE += ["--Werror=all-warnings"] * STRICT
+OF_C = ("schema.cpp", "cpu.cpp")  # of csrc/binding, in _C alone
 
 
 def extension(kind, name, patterns, macros, **flags):
     found = (path.relative_to(ROOT) for pattern in patterns for path in sorted(ROOT.glob(pattern)))
-    sources = [str(path) for path in found if name == "_C" or path.name != "schema.cpp"]
+    sources = [str(path) for path in found if name == "_C" or path.name not in OF_C]
     common = {"include_dirs": [str(ROOT / "csrc")], "extra_link_args": ["-s"], "py_limited_api": True}
     defined = [(key, str(text)) for key, text in macros.items()]
     return kind(f"attention_ext.{name}", sources, define_macros=defined, extra_compile_args=flags, **common)
@@ -80,7 +81,8 @@ class Sdist(sdist):
 
 
 stamp = {"ATTENTION_EXT_CSRC": f'"{csrc_tree(ROOT)}"'}
-extensions = [extension(CppExtension, "_C", ["csrc/binding/schema.cpp", "csrc/plan/*.cpp"], MACROS | stamp, cxx=HOST)]
+patterns = [*(f"csrc/binding/{name}" for name in OF_C), "csrc/plan/*.cpp"]
+extensions = [extension(CppExtension, "_C", patterns, MACROS | stamp, cxx=HOST)]
 if TOOLKIT_MAJOR:
     patterns = ["csrc/**/*.cu", "csrc/**/*.cpp"]
     extensions += [extension(CUDAExtension, "_cuda", patterns, MACROS, cxx=[*HOST, "-DUSE_CUDA"], nvcc=DEVICE)]

@@ -106,20 +106,20 @@ class override(TorchFunctionMode):
         if isinstance(query, Tensor):
             log_call("scaled_dot_product_attention", query, "torch", reason)
 
-    def _why_left(self, types: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str:
+    def _why_left(self, types: Any, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str:
         if within_sdpa_kernel():
             return "torch.nn.attention.sdpa_kernel says what runs"
         if name := _own_meaning(types):
             return f"a {name} has a __torch_function__ of its own"
         if query.is_nested or key.is_nested or value.is_nested:
             return "it takes no nested tensors"
-        return why_not(self.when, query, key, value, mask, dropout_p)
+        return why_not(self.when, query, key, value, dropout_p)
 
     def _attention(
         self, types: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        reason = self._why_left(types, query, key, value, attn_mask, dropout_p)
+        reason = self._why_left(types, query, key, value, dropout_p)
         if torch.compiler.is_compiling():
             self._note(reason)
         else:

@@ -66,6 +66,28 @@ def kernel_of(operator: Any, key: str) -> Callable[..., Any]:
     return functools.partial(operator._handle.redispatch_boxed, keyset(key))
 
 
+class _AttemptingPacket(torch._ops.OpOverloadPacket):  # type: ignore[type-arg, unused-ignore]
+    """torch.ops.attention_ext.NAME, whose calls from Python are attempted before the dispatcher sees them.
+
+    To all that looks at packets it is the one that it was: the same object, of the same operator.
+    """
+
+    _attempt: Callable[..., Any]
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            out = self._attempt(*args, **kwargs)
+        except TypeError:  # of arguments that the schema does not know: the operator says so
+            out = None
+        return super().__call__(*args, **kwargs) if out is None else out
+
+
+def attempt_first(packet: Any, attempt: Callable[..., Any]) -> None:
+    """Calls torch.ops.attention_ext.NAME(...) are what `attempt` makes of the same arguments, unless that is None."""
+    packet.__class__ = _AttemptingPacket
+    packet._attempt = attempt
+
+
 def runs_host_code(operator: Any, *arguments: Any) -> Any:
     """An operator without tensors, also while tensors are fake or traced: its kernel by the key that one such as it has."""
     return operator.redispatch(keyset("CPU"), *arguments)

@@ -30,7 +30,7 @@ def _capability(device_index: int) -> int:
     return 10 * major + minor
 
 
-def _why_not_preferred(query: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str:
+def _why_not_preferred(query: Tensor, value: Tensor, dropout_p: float) -> str:
     """Of what preferred() reads (csrc/plan/forward.cpp) that which holds for all lengths."""
     E, Ev = query.size(-1), value.size(-1)
     if query.device.type != "cuda":
@@ -46,15 +46,13 @@ def _why_not_preferred(query: Tensor, value: Tensor, mask: Tensor | None, dropou
         return "it was measured faster for head dims that are multiples of 8 from 264 to 1024 alone"
     if dropout_p > 0.0:
         return "it was not measured faster with dropout"
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        return "it was not measured faster with a gradient of the mask"
     return ""
 
 
-def why_not(when: When, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout_p: float) -> str:
+def why_not(when: When, query: Tensor, key: Tensor, value: Tensor, dropout_p: float) -> str:
     """A clause: why a call stays with PyTorch; empty where it goes to sdpa."""
     if when == "always":
         return ""
     if when == "preferred":
-        return _why_not_preferred(query, value, mask, dropout_p)
+        return _why_not_preferred(query, value, dropout_p)
     return "" if when(query, key, value) else "when(query, key, value) is false"  # type: ignore[operator]

@@ -4,16 +4,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ._checks import refuse
 from ._overrides import handle_torch_function, overridden
-from ._torch_private import function_modes
 from ._transforms import constant
 from .attention import router
 from .attention.bias import plain_mask
-from .attention.recall import recall
-from .linear.product import recall as recall_linear
+from .attention.recall import attempt
+from .linear.product import attempt as attempt_linear
 from .linear.softmax import call_and_update
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
@@ -75,11 +73,9 @@ def sdpa(
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
     """
-    if not (is_compiling() or function_modes()):  # the short way past the dispatcher, too
-        arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-        run = recall(arguments)
-        if run is not None:
-            return run(arguments)
+    known = attempt(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    if known is not None:
+        return known
     attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)  # here too: a graph of torch.compile loses what it means
     out: Tensor = torch.ops.attention_ext.sdpa.default(
         query, key, value, attn_mask, constant(dropout_p), is_causal, scale=constant(scale), enable_gqa=enable_gqa
@@ -197,13 +193,12 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Differentiable any number of times. In an autocast region it stays in float32, and half operands are widened. Where weight or
     bias is mapped by vmap, under other torch.func transforms and under forward-mode AD it is PyTorch's linear, on CUDA in float64.
     """
-    out: Tensor
-    if overridden(input, weight, bias):
-        out = handle_torch_function(linear_float32, (input, weight, bias), input, weight, bias)
-    elif not is_compiling() and (run := recall_linear(input, weight, bias)):
-        out = run(input, weight, bias)
-    else:
-        out = torch.ops.attention_ext.linear_float32.default(input, weight, bias)
+    out: Tensor | None = attempt_linear(input, weight, bias)
+    if out is None:
+        if overridden(input, weight, bias):
+            out = handle_torch_function(linear_float32, (input, weight, bias), input, weight, bias)
+        else:
+            out = torch.ops.attention_ext.linear_float32.default(input, weight, bias)
     return out
 
 

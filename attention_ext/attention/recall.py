@@ -5,11 +5,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .._recall import Known, Sample
-from .._torch_private import sdp_settings
+from .._torch_private import function_modes, sdp_settings
 
-__all__ = ["Arguments", "Run", "recall", "sample"]
+__all__ = ["Arguments", "Run", "attempt", "recall", "sample"]
 
 Arguments: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor | None, float, bool, float | None, bool]  # all of sdpa, in its order
 Run = Callable[[Arguments], Tensor]
@@ -39,6 +40,18 @@ def recall(arguments: Arguments) -> Run | None:
     except (RuntimeError, TypeError):  # of a tensor without sizes or memory, or an argument that cannot be one
         return None
     return run
+
+
+def attempt(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, is_causal: bool = False,
+    *, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """The result of sdpa past the dispatcher's keys, if a call like this one is known."""
+    if is_compiling() or function_modes():
+        return None
+    arguments = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    run = recall(arguments)
+    return None if run is None else run(arguments)
 
 
 def sample(arguments: Arguments) -> Sample:

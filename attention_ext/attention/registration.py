@@ -10,6 +10,7 @@ from torch import Tensor
 from .._checks import refuse
 from .._dispatch import redispatch, register_operator
 from .._log import log_wanted
+from .._torch_private import attempt_first
 from .._transforms import autocast_to, below_autocast, tangents
 from . import reference, router
 from .autograd import AttentionGrad, log_backward, record
@@ -17,6 +18,7 @@ from .bias import plain_mask, plain_result
 from .call import AttentionCall, any_needs_grad
 from .checks import check_attention, check_backward, check_forward
 from .layout import empty_grads, empty_results
+from .recall import attempt
 
 __all__ = ["register"]
 
@@ -162,5 +164,6 @@ def register(library: torch.library.Library) -> None:
         library.impl(name, _autocast(operator, "cpu"), "AutocastCPU")
         library.impl(name, _autocast(operator, "cuda"), "AutocastCUDA")
         torch.library.register_vmap(f"attention_ext::{name}", _vmap(operator), lib=library)
+    attempt_first(torch.ops.attention_ext.sdpa, attempt)
     register_operator(library, "sdpa_forward", _forward_cpu, _forward_autograd, _forward_fake, _log_forward)
     register_operator(library, "sdpa_backward", _backward_cpu, _backward_autograd, _backward_fake, log_backward)

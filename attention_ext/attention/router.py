@@ -118,9 +118,7 @@ def described(call: AttentionCall, chosen: Route) -> tuple[str, str, int, bool]:
     kernel, reason, taken, preferred = _kernel_plan(call)
     if call.query.is_cuda:
         reason = f"{reason}; PyTorch's operator does not run: {chosen.reason}"
-    # PyTorch was measured without a gradient of the mask, which costs this package's kernels more than all the rest.
-    mask = call.attn_mask
-    return kernel, reason, taken, preferred and not (mask is not None and mask.requires_grad and torch.is_grad_enabled())
+    return kernel, reason, taken, preferred
 
 
 def log_kernel(operator: str, call: AttentionCall) -> None:

@@ -17,7 +17,7 @@ from .recall import Arguments, Run
 
 __all__ = ["execute", "shortest"]
 
-_FORWARD = Kernel(torch.ops.attention_ext.sdpa_forward.default)
+_OUT = Kernel(torch.ops.attention_ext._sdpa_out.default)
 
 
 def _rows_apart(tensor: Tensor) -> Tensor:
@@ -57,14 +57,13 @@ def _taken_by_torch(target: str, call: AttentionCall) -> bool:
 
 def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
-    strides, scores, options = empty_results(call, device="meta")[0].stride(), call.scores, call.options
+    strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
 
     def anyhow(arguments: Arguments) -> Tensor:
         return execute(target, AttentionCall(*arguments[:4], None, *arguments[4:], scores=scores))
 
     def by_kernel(arguments: Arguments) -> Tensor:
-        query, key, value, mask, _, causal, _, _ = arguments
-        out: Tensor = _FORWARD.on_cuda(query, key, value, mask, None, 0.0, causal, **options)[0]
+        out: Tensor = _OUT.on_cuda(*arguments[:4], *arguments[5:])
         return out
 
     def by_torch(arguments: Arguments) -> Tensor:

@@ -138,7 +138,7 @@ def attention_forward(
         attention_mask = _selected(attention_mask, indices, S)
     sink = sinks.squeeze(-1) if sinks is not None else None if s_aux is None else s_aux.view(1, -1, 1)
     if sink is None:
-        reason = why_not(when, query, key, value, attention_mask if position_bias is None else position_bias, dropout)
+        reason = why_not(when, query, key, value, dropout)
         if reason:
             if not torch.compiler.is_compiling():
                 log_call("attention of transformers", query, "sdpa_attention_forward", reason)

@@ -3,13 +3,22 @@
 All refusals are RuntimeError, but for one row for batch statistics and an eps that is no such thing: ValueError, as in PyTorch.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from .._checks import DTYPES, accumulator, check_dense, check_shape, message, refuse, refuse_unless, shape_of, surely, text
 from .._libraries import check_cuda_library
+from .._torch_private import dispatch_modes, function_modes
 
 __all__ = ["as_scale", "check_linear_batchnorm_softmax", "check_linear_float32"]
+
+
+@functools.lru_cache(maxsize=64)
+def _number(value: float, dtype: torch.dtype, inference: bool) -> Tensor:
+    """A number on the CPU for all calls that have it; in inference mode another one, which no call outside could save."""
+    return torch.full((), value, dtype=dtype)
 
 
 def as_scale(scale: Tensor | float, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -22,6 +31,9 @@ def as_scale(scale: Tensor | float, dtype: torch.dtype, device: torch.device) ->
     if not isinstance(scale, Tensor):
         if torch.compiler.is_compiling():  # a graph freezes the number of full, not that of a product (pytorch/pytorch#197889)
             return torch.ones((), dtype=wide, device=device) * scale
+        plain = device.type == "cpu" and not (dispatch_modes() or function_modes())
+        if plain:
+            return _number(float(scale), wide, torch.is_inference_mode_enabled())
         return torch.full((), float(scale), dtype=wide, device=device)
     if scale.dim() == 0 and scale.is_cpu:
         scale = scale.to(device)

@@ -10,24 +10,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .._dispatch import Kernel, redispatch, register_operator
 from .._log import log_call, log_wanted
 from .._recall import ARRAYS, Known, Sample
-from .._torch_private import cpu_precision, torch_linear
+from .._torch_private import attempt_first, cpu_precision, function_modes, torch_linear
 from .._transforms import autocast_to, below_autocast, why_composed, wraps
 from .checks import check_linear_float32
 
-__all__ = ["exactly", "log_composed", "log_kernel", "product", "recall", "register", "rounds"]
+__all__ = ["attempt", "exactly", "log_composed", "log_kernel", "product", "register", "rounds"]
 
 _OPERATOR = torch.ops.attention_ext.linear_float32.default
 _KERNEL, _PLAN = Kernel(_OPERATOR), Kernel(torch.ops.attention_ext.linear_plan.default)
 _KNOWN = Known()
 
 
-def rounds(device: torch.device) -> bool:
+def rounds(tensor: Tensor) -> bool:
     """Whether PyTorch may round the operands of float32 products: on CUDA to TF32, on some CPUs to TF32 or bfloat16."""
-    return device.type == "cuda" or cpu_precision() not in ("ieee", "none")
+    return tensor.is_cuda or cpu_precision() not in ("ieee", "none")
 
 
 def exactly(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
@@ -36,7 +37,7 @@ def exactly(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
     Where PyTorch may round them, it is computed in float64.
     """
     first = tensors[0]
-    if first is not None and first.dtype == torch.float32 and rounds(first.device):
+    if first is not None and first.dtype == torch.float32 and rounds(first):
         return function(*(None if t is None else t.double() for t in tensors)).float()
     return function(*tensors)
 
@@ -64,19 +65,25 @@ def log_kernel(operator: str, input: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def _outline(input: Tensor, weight: Tensor, bias: Tensor | None) -> Hashable:
-    return input.is_cpu, input.shape, weight.shape, bias is None, cpu_precision()
+    return input.shape, weight.shape, bias is None, cpu_precision()
 
 
 def recall(input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., Tensor] | None:
     """PyTorch's linear, if a call like this one is known to come to nothing else."""
-    tensors = (input, weight) if bias is None else (input, weight, bias)
-    if not all(type(tensor) in ARRAYS for tensor in tensors):  # other classes are to see the function, not reads of sizes
+    if type(input) not in ARRAYS or type(weight) not in ARRAYS:  # others are to see the function, not reads of sizes
         return None
+    tensors = (input, weight) if bias is None else (input, weight, bias)
     try:
         run: Callable[..., Tensor] | None = _KNOWN.find(_outline(input, weight, bias), *tensors)
-    except (AttributeError, RuntimeError, TypeError):  # of a tensor without sizes, or an argument that is no tensor
+    except (RuntimeError, TypeError):  # of a tensor without sizes, or an argument that is no tensor
         return None
     return run
+
+
+def attempt(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    """The result past the dispatcher's keys, if a call like this one is known."""
+    run = None if is_compiling() or function_modes() else recall(input, weight, bias)
+    return None if run is None else run(input, weight, bias)
 
 
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,7 +94,7 @@ def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     this = Sample(_KNOWN, partial(_outline, input, weight, bias), *tensors)
     with below_autocast():
         out = exactly(torch_linear, input, weight, bias)
-    if out.is_contiguous() and not rounds(input.device):
+    if out.is_contiguous() and not rounds(input):
         this.keep(lambda: torch_linear)
     return out.contiguous()
 
@@ -170,6 +177,7 @@ def _vmap(info: Any, in_dims: Any, input: Tensor, weight: Tensor, bias: Tensor |
 def register(library: torch.library.Library) -> None:
     """Registers everything about linear_float32 that is not a CUDA kernel."""
     register_operator(library, "linear_float32", _cpu, _autograd, _fake, partial(log_kernel, "linear_float32"))
+    attempt_first(torch.ops.attention_ext.linear_float32, attempt)
     library.impl("linear_float32", _autocast("cpu"), "AutocastCPU")
     library.impl("linear_float32", _autocast("cuda"), "AutocastCUDA")
     torch.library.register_vmap("attention_ext::linear_float32", _vmap, lib=library)

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .._checks import accumulator, surely
 from .._dispatch import Kernel, redispatch, register_operator
-from .._recall import Known, Sample
-from .._torch_private import function_modes, softmax_backward, torch_linear
+from .._recall import ARRAYS, Known, Sample
+from .._torch_private import attempt_first, function_modes, kernel_of, softmax_backward, torch_linear
 from .._transforms import autocast_to, below_autocast, constant, why_composed
 from .checks import as_scale, check_linear_batchnorm_softmax
 from .product import exactly, log_composed, log_kernel, product
@@ -26,6 +27,7 @@ __all__ = ["call_and_update", "register"]
 
 _OPERATOR = torch.ops.attention_ext.linear_batchnorm_softmax.default
 _KERNEL = Kernel(_OPERATOR)
+_BATCH_NORM = kernel_of(torch.ops.attention_ext._batch_norm.default, "CPU")
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]
 _KNOWN = Known()
 
@@ -62,44 +64,39 @@ def _outline(
     running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
 ) -> Hashable:  # fmt: skip
     absent = bias is None, bn_weight is None, bn_bias is None, running_mean is None, running_var is None
-    return input.is_cpu, input.shape, weight.shape, absent, training, eps
+    return input.shape, weight.shape, absent, training, eps
 
 
 def recall(*args: Any) -> Callable[..., _Four] | None:
     """What runs a call of the operator like this one, if that is known: on the CPU."""
+    if type(args[0]) not in ARRAYS or type(args[1]) not in ARRAYS:  # others are to see the function, not reads of sizes
+        return None
     try:
         run: Callable[..., _Four] | None = _KNOWN.find(_outline(*args), *[tensor for tensor in args[:8] if tensor is not None])
-    except (AttributeError, RuntimeError, TypeError):  # of a tensor without sizes, or an argument that is no tensor
+    except (RuntimeError, TypeError):  # of a tensor without sizes, or an argument that is no tensor
         return None
     return run
+
+
+def attempt(*args: Any) -> _Four | None:
+    """The result past the dispatcher's keys, if a call like this one is known."""
+    run = None if len(args) < 10 or is_compiling() or function_modes() else recall(*args)
+    return None if run is None else run(*args)
 
 
 def _run_on_cpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
     running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
 ) -> _Four:  # fmt: skip
-    """The operator for arguments that are checked, in few passes over (M, F). Not by batch_norm, which multiplies before it
-    subtracts and so loses a small variance next to a large mean; and var_mean down columns takes ten times as long as the means."""
+    """The operator for arguments that are checked, in one pass over (M, F) between PyTorch's linear and its softmax."""
     dtype, acc = input.dtype, accumulator(input.dtype)
     if dtype != acc:
         input, weight, bias = input.to(acc), weight.to(acc), None if bias is None else bias.to(acc)
     linear = exactly(torch_linear, input, weight, bias).contiguous()
-    if training or running_mean is None or running_var is None:
-        mean = linear.mean(0)
-        x = linear - mean
-        out = torch.square(x)
-        var = out.mean(0)
-    else:
-        mean, var = (t.detach().to(acc, copy=True, memory_format=torch.contiguous_format) for t in (running_mean, running_var))
-        x, out = linear - mean, None
-    x.mul_(torch.rsqrt(var + eps))  # by one factor after the other, as _composed: their product would be rounded once more
-    if bn_weight is not None:
-        x.mul_(bn_weight.to(acc))
-    if bn_bias is not None:
-        x.add_(bn_bias.to(acc))
-    if scale.dim() > 0 or scale.item() != 1.0:
-        x.mul_(scale.to(acc))
-    return torch.softmax(x, -1, out=out).to(dtype), mean, var, linear
+    running = (None, None) if training else (running_mean, running_var)
+    columns = (None if t is None else t if t.dtype == acc else t.to(acc) for t in (bn_weight, bn_bias, *running, scale))
+    x, mean, var = _BATCH_NORM(linear, *columns, eps)
+    return torch.softmax(x, -1, out=x).to(dtype), mean, var, linear  # each row is read before it is written
 
 
 def _cpu(*args: Any) -> _Four:
@@ -226,13 +223,15 @@ def _batched(*args: Any) -> _Four:
     return _composed(*args)
 
 
-def _update(running: Tensor, batch: Tensor, factor: float | Tensor) -> None:
-    """running = (1 - factor) * running + factor * batch, in place, computed in the dtype of the batch's statistic."""
+def _update(running: Tensor, batch: Tensor, factor: float | Tensor, unbiased: float = 1.0) -> None:
+    """running = (1 - factor) * running + factor * unbiased * batch, in place, computed in the dtype of the batch's statistic."""
     batch = batch.detach()  # not under no_grad: a region in an exported program, which not every release of torch can load
-    if running.dtype == batch.dtype:
-        running.mul_(1.0 - factor).add_(batch * factor)
+    if running.dtype != batch.dtype:
+        running.copy_(running.to(batch.dtype) * (1.0 - factor) + batch * (factor * unbiased))
+    elif isinstance(factor, Tensor):
+        running.mul_(1.0 - factor).add_(batch * (factor * unbiased))
     else:
-        running.copy_(running.to(batch.dtype) * (1.0 - factor) + batch * factor)
+        running.mul_(1.0 - factor).add_(batch, alpha=factor * unbiased)
 
 
 def call_and_update(
@@ -247,9 +246,8 @@ def call_and_update(
     """
     scale = as_scale(scale, input.dtype, input.device)
     args = input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, constant(eps)
-    known = None if torch.compiler.is_compiling() or function_modes() else recall(*args)
     out: Tensor
-    out, mean, var, _ = (known or _OPERATOR)(*args)
+    out, mean, var, _ = attempt(*args) or _OPERATOR(*args)
     factor: float | Tensor = 0.0 if momentum is None else momentum
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
@@ -258,7 +256,7 @@ def call_and_update(
     rows = input.size(0)
     if training and running_mean is not None and running_var is not None and rows > 0:
         _update(running_mean, mean, factor)
-        _update(running_var, var * (rows / (rows - 1)), factor)
+        _update(running_var, var, factor, rows / (rows - 1))
     return out
 
 
@@ -266,6 +264,7 @@ def register(library: torch.library.Library) -> None:
     """Registers everything about linear_batchnorm_softmax that is not a CUDA kernel."""
     name = "linear_batchnorm_softmax"
     register_operator(library, name, _cpu, _autograd, _fake, partial(log_kernel, name))
+    attempt_first(torch.ops.attention_ext.linear_batchnorm_softmax, attempt)
     library.impl(name, _autocast("cpu"), "AutocastCPU")
     library.impl(name, _autocast("cuda"), "AutocastCUDA")
     library.impl(name, _batched, "FuncTorchBatched")

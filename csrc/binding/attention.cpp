@@ -118,6 +118,13 @@ std::tuple<Tensor, Tensor> sdpa_forward(Tensor query, Tensor key, Tensor value, 
   return {out, lse};
 }
 
+Tensor sdpa_out(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask, bool is_causal, std::optional<double> scale,
+                bool enable_gqa) {
+  constexpr int64_t kWorkspaceBytes = 134217728;  // the schema's default
+  return std::get<0>(
+      sdpa_forward(query, key, value, attn_mask, {}, 0.0, is_causal, scale, enable_gqa, kWorkspaceBytes, "auto", {}));
+}
+
 // What sdpa_forward would run for these arguments.
 std::tuple<std::string, std::string, int64_t, bool> sdpa_plan(Tensor query, Tensor key, Tensor value, OptionalTensor attn_mask,
                                                               double dropout_p, bool is_causal, std::optional<double> scale,
@@ -268,6 +275,7 @@ std::tuple<std::string, std::string> sdpa_backward_plan(Tensor grad_out, Optiona
 
 STABLE_TORCH_LIBRARY_IMPL(attention_ext, CUDA, m) {
   m.impl("sdpa_forward", TORCH_BOX(&attention_ext::sdpa_forward));
+  m.impl("_sdpa_out", TORCH_BOX(&attention_ext::sdpa_out));
   m.impl("sdpa_backward", TORCH_BOX(&attention_ext::sdpa_backward));
   m.impl("sdpa_plan", TORCH_BOX(&attention_ext::sdpa_plan));
   m.impl("sdpa_backward_plan", TORCH_BOX(&attention_ext::sdpa_backward_plan));

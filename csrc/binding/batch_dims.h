@@ -6,27 +6,30 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/small_vector.h"
 #include "core/tensors.h"
 
 namespace attention_ext {
 
+using Sizes = SmallVector<int64_t, 8>;  // or strides
+constexpr size_t kUsualOperands = 12;   // of a backward
+
 // One operand's own batch dims, outermost first, aligned at the innermost; it may have fewer dims than the problem.
 struct BatchOperand {
-  std::vector<int64_t>
-      size;  // per dim 1 (broadcast) or the problem's size; the last one may be a divisor of it with enable_gqa
-  std::vector<int64_t> stride;  // elements
-  MatrixView* view;             // gets batch_stride and group
+  Sizes size;        // per dim 1 (broadcast) or the problem's size; the last one may be a divisor of it with enable_gqa
+  Sizes stride;      // elements
+  MatrixView* view;  // gets batch_stride and group
 };
 
 // Fills `batch` and the views. Dims of size 1 vanish; a dim merges into the one inside it where every operand steps
 // through the two as through one. The order of dims, and with it the flat batch index, stays. False: more than
 // kMaxBatchDims remain.
-inline bool merge_batch_dims(const std::vector<int64_t>& sizes, bool enable_gqa, const std::vector<BatchOperand>& operands,
-                             BatchDims& batch) {
+inline bool merge_batch_dims(const Sizes& sizes, bool enable_gqa, const std::vector<BatchOperand>& operands, BatchDims& batch) {
+  using Strides = SmallVector<int64_t, kUsualOperands>;
   struct MergedDim {
     int64_t size;
-    bool holds_last;              // the problem's last dim is part of it, so operands' groups apply
-    std::vector<int64_t> stride;  // per operand
+    bool holds_last;  // the problem's last dim is part of it, so operands' groups apply
+    Strides stride;   // per operand
   };
   const auto stride_of = [&](const BatchOperand& operand, size_t dim) -> int64_t {
     const size_t missing = sizes.size() - operand.size.size();
@@ -39,10 +42,11 @@ inline bool merge_batch_dims(const std::vector<int64_t>& sizes, bool enable_gqa,
   };
 
   std::vector<MergedDim> merged;  // innermost first
+  merged.reserve(kMaxBatchDims);
   for (size_t dim = sizes.size(); dim-- > 0;) {
     if (sizes[dim] == 1) continue;
-    std::vector<int64_t> stride;
-    for (const BatchOperand& operand : operands) stride.push_back(stride_of(operand, dim));
+    Strides stride(operands.size());
+    for (size_t i = 0; i < operands.size(); ++i) stride[i] = stride_of(operands[i], dim);
     bool merges = !merged.empty();
     for (size_t i = 0; merges && i < operands.size(); ++i) {
       const MergedDim& inner = merged.back();

@@ -9,13 +9,13 @@
 #include <cmath>
 #include <stdexcept>
 #include <string>
-#include <vector>
+
+#include "binding/batch_dims.h"
 
 namespace attention_ext {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-using Sizes = std::vector<int64_t>;
 
 // What attention_ext/_checks.py says, in its words: both check the same, one before a call runs and one when it does.
 inline std::string sentence(const std::string& argument, const std::string& expected, const std::string& got) {

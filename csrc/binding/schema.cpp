@@ -131,7 +131,7 @@ bool batch_dims_merge(std::vector<int64_t> sizes, std::vector<int64_t> ranks, st
     operands.push_back({{size, size + ranks[i]}, {stride, stride + ranks[i]}, &views[i]});
   }
   BatchDims batch;
-  return merge_batch_dims(sizes, enable_gqa, operands, batch);
+  return merge_batch_dims(Sizes(sizes.begin(), sizes.end()), enable_gqa, operands, batch);
 }
 
 }  // namespace
@@ -159,6 +159,10 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "bool enable_gqa=False) -> Tensor");
   m.def("row_softmax(Tensor scores, *, str dtype=\"float32\") -> (Tensor weights, Tensor row_sum, Tensor lse)");
   m.def("scores_values(Tensor weights, Tensor row_sum, Tensor value, *, bool enable_gqa=False) -> Tensor");
+  // The first result of sdpa_forward alone, without dropout, for calls that are known to want no more: on CUDA, without a gradient.
+  m.def(
+      "_sdpa_out(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale, bool enable_gqa) "
+      "-> Tensor");
   m.def("linear_float32(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor");
   // By the kernel of that name, for tests: on CUDA only, without a gradient.
   m.def("_linear_float32_by(Tensor input, Tensor weight, Tensor? bias, str kernel_name) -> Tensor");
@@ -170,6 +174,10 @@ STABLE_TORCH_LIBRARY(attention_ext, m) {
       "linear_batchnorm_softmax(Tensor input, Tensor weight, Tensor? bias, Tensor? bn_weight, Tensor? bn_bias, "
       "Tensor? running_mean, Tensor? running_var, Tensor scale, bool training, float eps) "
       "-> (Tensor out, Tensor mean, Tensor var, Tensor linear)");
+  // Batch normalisation and scale in one pass, for linear_batchnorm_softmax: on the CPU only, without a gradient.
+  m.def(
+      "_batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor? mean, Tensor? var, Tensor scale, float eps) "
+      "-> (Tensor out, Tensor mean, Tensor var)");
   // Which kernel the operator would run for a call, and why; runs and allocates nothing. On CUDA only.
   m.def(
       "sdpa_plan(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, float dropout_p, bool is_causal, *, "

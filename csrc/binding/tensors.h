@@ -151,7 +151,7 @@ inline void* data_of(const Tensor& tensor) { return const_cast<void*>(tensor.con
 // The batch dims of a problem and the views that share them.
 class Views {
  public:
-  explicit Views(bool enable_gqa) : enable_gqa_(enable_gqa) { operands_.reserve(12); }  // of a backward
+  explicit Views(bool enable_gqa) : enable_gqa_(enable_gqa) { operands_.reserve(kUsualOperands); }
 
   // Broadcasts the dims before the last `matrix_dims` into the problem's batch dims. With enable_gqa the first tensor
   // (the queries) says how many heads there are, and others may have a divisor of it.
@@ -162,7 +162,7 @@ class Views {
       first_ = argument;
       first_tensor_ = &tensor;
     }
-    if (own.size() > sizes_.size()) sizes_.insert(sizes_.begin(), own.size() - sizes_.size(), 1);
+    if (own.size() > sizes_.size()) sizes_.prepend(own.size() - sizes_.size(), 1);
     for (size_t i = 1; i <= own.size(); ++i) {
       int64_t& whole = sizes_[sizes_.size() - i];
       const int64_t size = own[own.size() - i];
@@ -213,7 +213,7 @@ class Views {
   const Sizes& batch_sizes() const { return sizes_; }
   Sizes with(std::initializer_list<int64_t> matrix) const {
     Sizes sizes = sizes_;
-    sizes.insert(sizes.end(), matrix);
+    sizes.append(matrix);
     return sizes;
   }
   int64_t count() const {

@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "core/arithmetic.h"
+#include "core/shared_memory.h"
 
 namespace attention_ext {
 
@@ -50,7 +51,7 @@ cudaError_t launch_kernel(void (*kernel)(Parameters...), const LaunchShape& shap
   if (shape.ctas == 0) return cudaSuccess;
   const int shared_bytes = static_cast<int>(shape.shared_bytes);
   if (shared_bytes > 48 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    const cudaError_t status = allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
     if (status != cudaSuccess) return status;
   }
   cudaLaunchAttribute attributes[2] = {};

@@ -17,6 +17,7 @@
 
 #include "core/arithmetic.h"
 #include "core/launch.cuh"
+#include "core/shared_memory.h"
 #include "core/tensors.h"
 #include "device/common/batch.cuh"
 #include "device/sm80/cp_async.cuh"
@@ -221,8 +222,7 @@ cudaError_t launch_tiles(void (*kernel)(Params, int, int, int64_t), const Params
   const int64_t m_tiles = ceil_div(rows, Tile::kM), n_tiles = ceil_div(cols, Tile::kN), tiles = m_tiles * n_tiles;
   if (tiles == 0 || batches == 0) return cudaSuccess;
   if (tiles > kMaxCtas) return cudaErrorInvalidConfiguration;
-  const cudaError_t status =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Tile::kSharedBytes));
+  const cudaError_t status = allow_shared_memory(reinterpret_cast<const void*>(kernel), static_cast<int>(Tile::kSharedBytes));
   if (status != cudaSuccess) return status;
   return launch_parts(batches, kMaxCtas / tiles, [&](int64_t first, int64_t count) {
     kernel<<<static_cast<unsigned>(count * tiles), Tile::kThreads, Tile::kSharedBytes, stream>>>(

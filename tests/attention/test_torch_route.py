@@ -263,11 +263,12 @@ def test_no_call_is_both_preferred_and_borrowed() -> None:
             assert not (preferred and routed(*fake_qkv(E=E, dtype=dtype))[0] != "kernel")
 
 
-def test_a_gradient_of_the_mask_is_not_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_of_the_mask_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such calls were measured faster as well."""
     monkeypatch.setattr(router, "_kernel_plan", lambda call: ("sm90_512", "of a reason", 0, True))
     query, key, value = fake_qkv(E=512)
     mask = fake(256, 256).requires_grad_()
-    assert attention_ext.preferred(query, key, value, mask.detach()) and not attention_ext.preferred(query, key, value, mask)
+    assert attention_ext.preferred(query, key, value, mask.detach()) and attention_ext.preferred(query, key, value, mask)
 
 
 def test_the_table_is_that_of_the_record() -> None:

@@ -44,10 +44,11 @@ SEES = {
         ("core", "plan", "device", "gemm", "attention", "attention/visibility", "attention/softmax", "attention/pipeline")
     ),
     "linear": ("core", "plan", "device", "gemm"),
+    "linear/cpu": ("core",),
     "binding": (
         *("core", "plan", "attention", "attention/pipeline", "attention/sm90/rows", "attention/sm90/fused"),
         "attention/sm90/rows_backward",
-        *("attention/sm90/pipeline", "attention/sm90/split_half", "linear"),
+        *("attention/sm90/pipeline", "attention/sm90/split_half", "linear", "linear/cpu"),
     ),
 }
 

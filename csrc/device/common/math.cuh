@@ -19,6 +19,16 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// a / b as the operator rounds it, where b and the quotient are far from the ends of float's range: without the operator's call for
+// others, around which products of a warpgroup would not stay under way.
+__device__ __forceinline__ float quotient(float a, float b) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(inverse) : "f"(b));
+  inverse = fmaf(inverse, fmaf(-b, inverse, 1.0f), inverse);
+  const float near = a * inverse;
+  return fmaf(inverse, fmaf(-b, near, a), near);
+}
+
 // 2^((x - reference) * unit). The difference comes first: where the two are equal it is 0 however large they are, which the fused
 // multiply-add x * unit - reference * unit is not.
 __device__ __forceinline__ float exp2_difference(float x, float reference, float unit) {

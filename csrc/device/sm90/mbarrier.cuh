@@ -12,13 +12,16 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t arrival
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 
-// Of a ring, by a thread for each slot: `filled` arrivals end a phase of its full barrier, `emptied` one of its empty barrier.
+// By a thread for each slot of a ring: so many arrivals end a phase of its barrier.
+template <int kSlots>
+__device__ __forceinline__ void init_slots(uint64_t (&barriers)[kSlots], int arrivals) {
+  if (threadIdx.x < kSlots) mbarrier_init(shared_address(&barriers[threadIdx.x]), arrivals);
+}
+// The same: `filled` arrivals end a phase of a slot's full barrier, `emptied` one of its empty barrier.
 template <int kSlots>
 __device__ __forceinline__ void init_ring(uint64_t (&full)[kSlots], uint64_t (&empty)[kSlots], int emptied, int filled = 1) {
-  if (threadIdx.x < kSlots) {
-    mbarrier_init(shared_address(&full[threadIdx.x]), filled);
-    mbarrier_init(shared_address(&empty[threadIdx.x]), emptied);
-  }
+  init_slots(full, filled);
+  init_slots(empty, emptied);
 }
 
 // Makes initialised barriers visible to TMA.

@@ -9,19 +9,30 @@
 
 namespace attention_ext {
 
-// A warp's 16 x 64 part of the result on its way to memory: as whole rows of 128 bytes, 16 bytes a lane. pairs[i]: this thread's
-// adjacent elements 2 i and 2 i + 1 of the strip, as wgmma leaves them, in T. visit(row, col, chunk) for every eight columns of the
-// strip, `chunk` where they lie in shared memory. kUnroll: of the four visits; code that runs once a CTA is better short, as it is
-// fetched from L2.
-template <class T, int kUnroll, class Visit>
-__device__ __forceinline__ void for_each_chunk(const uint32_t (&pairs)[16], uint32_t s_strip, Visit visit,
-                                               int lane = threadIdx.x % 32) {
+// A warp's 16 x 64 part of the result, to shared memory. pairs[i]: this thread's adjacent elements 2 i and 2 i + 1 of the strip, as
+// wgmma leaves them, in T.
+__device__ __forceinline__ void write_strip(const uint32_t (&pairs)[16], uint32_t s_strip, int lane = threadIdx.x % 32) {
 #pragma unroll
   for (int tile = 0; tile < 8; tile += 2) {
     const uint32_t* m = pairs + 2 * tile;
     store_matrices(s_strip + swizzled(lane % 16, tile + lane / 16), m[0], m[1], m[2], m[3]);
   }
   __syncwarp();  // the strip is written
+}
+
+template <class T>
+__device__ __forceinline__ void pack_strip(const float (&values)[32], uint32_t (&pairs)[16]) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) pairs[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
+}
+
+// The strip on its way to memory: as whole rows of 128 bytes, 16 bytes a lane. visit(row, col, chunk) for every eight columns,
+// `chunk` where they lie in shared memory. kUnroll: of the four visits; code that runs once a CTA is better short, as it is
+// fetched from L2.
+template <class T, int kUnroll, class Visit>
+__device__ __forceinline__ void for_each_chunk(const uint32_t (&pairs)[16], uint32_t s_strip, Visit visit,
+                                               int lane = threadIdx.x % 32) {
+  write_strip(pairs, s_strip, lane);
 #pragma unroll kUnroll
   for (int pass = 0; pass < 4; ++pass) {
     const int row = pass * 4 + lane / 8;
@@ -33,8 +44,7 @@ template <class T, int kUnroll, class Visit>
 __device__ __forceinline__ void for_each_chunk(const float (&values)[32], uint32_t s_strip, Visit visit,
                                                int lane = threadIdx.x % 32) {
   uint32_t pairs[16];
-#pragma unroll
-  for (int i = 0; i < 16; ++i) pairs[i] = pack_pair<T>(values[2 * i], values[2 * i + 1]);
+  pack_strip<T>(values, pairs);
   for_each_chunk<T, kUnroll>(pairs, s_strip, visit, lane);
 }
 

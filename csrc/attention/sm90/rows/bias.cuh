@@ -39,6 +39,7 @@ class RowsBias {
                       pairs_[step * 4 + chunk / 2]);
       }
     }
+    fence_async_proxy();  // reads of this block come before TMA writes the next one in its place
     mbarrier_arrive(shared_address(&shared.bias_empty[place_.slot]));
     place_.advance();
   }

@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   init_ring(shared.key_full, shared.key_empty, 4 * Tile::kConsumers);
   init_ring(shared.value_full, shared.value_empty, 4 * Tile::kConsumers);
   init_ring(shared.query_full, shared.query_empty, 4 * Tile::kConsumers);
+  init_slots(shared.query_rest_empty, 4 * Tile::kConsumers);
   if constexpr (Tile::bias_ring(kKind)) init_ring(shared.bias_full, shared.bias_empty, 128 * Tile::kConsumers);
   mbarrier_fence_init();
   wait_for_prerequisites();  // all threads: each that touches global memory must have waited itself
@@ -52,7 +53,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (warp == 0) {
       RowsProducer<Tile, kKind>(p, maps, marks, shared).run(order);
     } else if (warp == 1) {
-      load_query_rows<Tile>(p, maps, shared, order);
+      load_query_rows<Tile, kKind>(p, maps, shared, order);
     }
   } else {
     if constexpr (Tile::kConsumers > 1) take_registers<Tile::consumer_registers(kKind)>();

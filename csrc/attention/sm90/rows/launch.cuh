@@ -41,7 +41,10 @@ cudaError_t launch_rows(const ForwardParams& params, const RowsWorkspace& plan, 
   const int64_t sharers = kKind == kPlain || Tile::kSplits ? 1 : sharers_of_mask(params);
   const int64_t section = params.sequence.causal ? std::max(fitting, ceil_div(kSectionRounds * sms * heads, grid.tiles))
                                                  : std::min(fitting, sharers);
+  const int tile_rows = rows_of_tile(Tile::kM, params.key.group);
   RowsOrder order = {static_cast<uint32_t>(grid.tiles),
+                     tile_rows,
+                     static_cast<uint32_t>(ceil_div(params.L * params.key.group, tile_rows)),
                      static_cast<int>(std::min(section, heads)),
                      static_cast<uint32_t>(sharers),
                      kKind == kBias && elements_of_mask(params) > kSectionBytes / kElement,

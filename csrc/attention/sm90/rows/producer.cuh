@@ -40,7 +40,7 @@ class RowsProducer {
         }
         load(shared_.key_full, shared_.key_empty, shared_.key, key_place_, &maps_.key, shared_.key_box, block, shows);
         if (before >= 0) load_values(before);
-        if constexpr (kBiasRing) load_bias(block, order.mask_from_memory);
+        if constexpr (kBiasRing) load_bias(block, order);
         before = block;
       }
       if (before >= 0) load_values(before);
@@ -103,11 +103,11 @@ class RowsProducer {
   }
 
   // Last of a block's operands: what it waits for, that consumers have taken the bias of a block before, is the latest.
-  __device__ __forceinline__ void load_bias(int block, bool from_memory) {
+  __device__ __forceinline__ void load_bias(int block, const RowsOrder& order) {
     TensorPosition box = shared_.bias_box;
     mbarrier_wait(shared_address(&shared_.bias_empty[bias_place_.slot]), bias_place_.parity ^ 1);
     const uint32_t s_full = shared_address(&shared_.bias_full[bias_place_.slot]);
-    mbarrier_arrive_expect_bytes(s_full, Tile::kBiasSteps * Tile::box_bytes(work_.group));
+    mbarrier_arrive_expect_bytes(s_full, Tile::kBiasSteps * Tile::box_bytes(order.tile_rows));
 #pragma unroll
     for (int step = 0; step < Tile::kBiasSteps; ++step) {
       box.at[0] = block * Tile::kN + step * Tile::kStep;
@@ -116,7 +116,7 @@ class RowsProducer {
     bias_place_.advance();
     if constexpr (Tile::kBiasBlocks == 1) {
       // The next block sets out late, so that it should not come all the way from memory.
-      if (!from_memory || block == 0) return;
+      if (!order.mask_from_memory || block == 0) return;
 #pragma unroll
       for (int step = 0; step < Tile::kBiasSteps; ++step) {
         box.at[0] = (block - 1) * Tile::kN + step * Tile::kStep;
@@ -136,7 +136,7 @@ class RowsProducer {
 };
 
 // Says what the consumers work on, and loads the query tiles; columns from E on and queries from L on become zeros. One thread.
-template <class Tile>
+template <class Tile, RowsKind kKind>
 __device__ __forceinline__ void load_query_rows(const ForwardParams& p, const GroupMaps& maps, typename Tile::Shared& shared,
                                                 const RowsOrder& order) {
   RowsPlaces places(order.tiles);
@@ -149,10 +149,13 @@ __device__ __forceinline__ void load_query_rows(const ForwardParams& p, const Gr
     TensorPosition box;
     set_rows(box, p, p.query, work);
     const uint32_t slot = places.template query<Tile::kQueries>(), full = shared_address(&shared.query_full[slot]);
-    mbarrier_wait(shared_address(&shared.query_empty[slot]), places.template parity<Tile::kQueries>() ^ 1);
-    mbarrier_arrive_expect_bytes(full, Tile::kQuerySteps * Tile::box_bytes(work.group));
+    const uint32_t parity = places.template parity<Tile::kQueries>() ^ 1;
+    constexpr bool kStrips = Tile::query_strips(kKind);  // then the first columns' place is free later than the others'
+    mbarrier_wait(shared_address(kStrips ? &shared.query_rest_empty[slot] : &shared.query_empty[slot]), parity);
+    mbarrier_arrive_expect_bytes(full, Tile::kQuerySteps * Tile::box_bytes(order.tile_rows));
 #pragma unroll 1
-    for (int step = 0; step < Tile::kQuerySteps; ++step) {
+    for (int step = Tile::kQuerySteps - 1; step >= 0; --step) {
+      if (kStrips && step == 0) mbarrier_wait(shared_address(&shared.query_empty[slot]), parity);
       box.at[0] = step * Tile::kStep;
       tma_load(shared_address(shared.query[slot][step]), &maps.query, box, full);
     }

@@ -27,7 +27,9 @@ struct RowsMaps : GroupMaps {
 // In which order the CTAs take the tiles: section after section of heads, in a section the longest tiles of all heads first.
 struct RowsOrder {
   uint32_t tiles;
-  int heads_of_section;  // of key; 1: the tiles of a head are adjacent
+  int tile_rows;           // of a tile: whole queries of all heads of a group (rows_of_tile)
+  uint32_t tiles_of_head;  // of key
+  int heads_of_section;    // of key; 1: the tiles of a head are adjacent
   uint32_t sharers;  // heads in a row that read the same mask, one of each entry of the first batch dim; 1: in their own order
   bool mask_from_memory;  // the mask is more than L2 holds
   KeyPieces pieces;       // where keys are split: a tile is those rows and one piece of the keys, and pieces count as heads
@@ -47,15 +49,14 @@ struct RowsWork {
 
   __device__ __forceinline__ void init(const ForwardParams& p, const RowsOrder& order, uint32_t place) {
     group = p.key.group;
-    const int tile_rows = rows_of_tile(Tile::kM, group);
-    const uint32_t m_tiles = (static_cast<uint32_t>(p.L) * group + tile_rows - 1) / tile_rows;
-    const uint32_t all_heads = order.tiles / m_tiles, of_section = m_tiles * order.heads_of_section,
+    const int tile_rows = order.tile_rows;
+    const uint32_t all_heads = order.tiles / order.tiles_of_head, of_section = order.tiles_of_head * order.heads_of_section,
                    section = place / of_section;
     const uint32_t heads = min(all_heads - section * order.heads_of_section, order.heads_of_section);
     place -= section * of_section;
     n_group = section * order.heads_of_section + place % heads;
     if (order.sharers > 1) n_group = n_group % order.sharers * (all_heads / order.sharers) + n_group / order.sharers;
-    first_row = (m_tiles - 1 - place / heads) * tile_rows;
+    first_row = (order.tiles_of_head - 1 - place / heads) * tile_rows;
     if constexpr (Tile::kSplits) {
       const uint32_t of_launch = n_group / order.pieces.count;
       piece = n_group % order.pieces.count;
@@ -162,8 +163,8 @@ struct RowsTile {
   static constexpr bool query_strips(RowsKind kind) { return !kSplits && !own_strips(kind); }
   static constexpr int kBiasSteps = kBiasBlocks > 0 ? kN / kStep : 1;  // boxes of a block
 
-  // Of a box of the tile's rows by a step of columns.
-  static constexpr uint32_t box_bytes(int group) { return rows_of_tile(kM, group) * kStep * sizeof(T); }
+  // Of a box of a tile's rows by a step of columns.
+  static constexpr uint32_t box_bytes(int tile_rows) { return tile_rows * kStep * sizeof(T); }
 
   static constexpr int kWorks = kQueries + 2;
 
@@ -184,8 +185,9 @@ struct RowsTile {
     // Where there may be a mask: twice the block that a stage holds the keys of, plus 1 where the mask shows all of it to all of
     // the tile; -1 after the last one.
     int block[kStages];
-    uint64_t query_full[kQueries];   // TMA arrives with the bytes of the query; the consumers wait
-    uint64_t query_empty[kQueries];  // the consumers' warps arrive; the query's producer waits
+    uint64_t query_full[kQueries];        // TMA arrives with the bytes of the query; the consumers wait
+    uint64_t query_empty[kQueries];       // the consumers' warps arrive; the query's producer waits
+    uint64_t query_rest_empty[kQueries];  // where results leave through the query's first columns: the same of the other ones
     uint64_t key_full[kStages], key_empty[kStages], value_full[kStages], value_empty[kStages];  // the same
     // The same, but that every consumer thread arrives: they read the bias themselves.
     uint64_t bias_full[kBiasBlocks > 0 ? kBiasBlocks : 1], bias_empty[kBiasBlocks > 0 ? kBiasBlocks : 1];

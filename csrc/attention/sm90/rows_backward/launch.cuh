@@ -6,6 +6,7 @@
 #include "attention/sm90/rows_backward/mask_tiles.h"
 #include "attention/sm90/rows_backward/row_kernel.cuh"
 #include "core/device_info.h"
+#include "core/shared_memory.h"
 #include "core/tensor_map.h"
 
 namespace attention_ext {
@@ -37,7 +38,7 @@ cudaError_t launch_tiles(void (*kernel)(RowsBackwardParams, RowsBackwardMaps, Ro
                          const RowsBackwardParams& params, const RowsBackwardMaps& maps, const RowsBackwardOrder& order,
                          const RowsMarks& marks, int64_t sms, cudaStream_t stream) {
   constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
-  const cudaError_t status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes);
+  const cudaError_t status = allow_shared_memory(reinterpret_cast<const void*>(kernel), kSharedBytes);
   if (status != cudaSuccess) return status;
   const unsigned ctas = static_cast<unsigned>(std::min<int64_t>(order.tiles, sms));
   kernel<<<ctas, kRowsBackwardThreads, kSharedBytes, stream>>>(params, maps, order, marks);

@@ -1,0 +1,12 @@
+// More than 48 KB of dynamic shared memory for a kernel.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+namespace attention_ext {
+
+// Allows it on the current device; the same bytes at every launch of a kernel. A thread asks the runtime once for each of the
+// latest kernels: that takes a few hundred nanoseconds.
+cudaError_t allow_shared_memory(const void* kernel, int bytes);
+
+}  // namespace attention_ext
