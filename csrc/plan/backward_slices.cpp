@@ -309,7 +309,7 @@ SlicePlaces slice_places(const BackwardSizes& sizes, const BackwardPass& pass, c
   }
   at.probabilities = at.key_carry;
   if (carries_keys(sizes, pass)) {
-    at.probabilities += round_up((carry_floats(keys, sizes.E) + carry_floats(keys, sizes.Ev)) * 4, kWorkspaceAlignment);
+    at.probabilities += round_up(carry_floats(keys, sizes.E + sizes.Ev) * 4, kWorkspaceAlignment);
   }
   at.score_grad = at.probabilities + array;
   at.end = at.score_grad + array;

@@ -1,5 +1,7 @@
 """Gradients of key and value: sums over the query rows of all heads of a group, in parts where they are many."""
 
+from typing import Any
+
 import pytest
 import reference
 import torch
@@ -9,7 +11,7 @@ CAP = 128 << 20
 
 
 def backward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool = False, **options: int
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool = False, **options: Any
 ) -> list[torch.Tensor]:
     out, lse = OPS.sdpa_forward(query, key, value, None, None, 0.0, causal, enable_gqa=True)
     grad = torch.ones_like(out)
@@ -40,8 +42,9 @@ def test_slices_of_rows_change_no_more_than_rounding(dtype: torch.dtype, causal:
     torch.manual_seed(0)
     query = torch.randn(2, 6, 700, 24, device="cuda", dtype=dtype)
     key, value = torch.randn(2, 2, 333, 24, device="cuda", dtype=dtype), torch.randn(2, 2, 333, 40, device="cuda", dtype=dtype)
-    whole = backward(query, key, value, causal, workspace_bytes=CAP)
-    sliced = backward(query, key, value, causal, workspace_bytes=1 << 20)
+    options = {"kernel_name": "pipeline"} if dtype == torch.float16 else {}  # sm90_256 has no slices
+    whole = backward(query, key, value, causal, workspace_bytes=CAP, **options)
+    sliced = backward(query, key, value, causal, workspace_bytes=1 << 20, **options)
     limit = (4 if dtype.itemsize == 2 else 64) * torch.finfo(dtype).eps  # other orders of some thousand terms of either sign
     for name, a, b in zip(("query", "key", "value"), sliced, whole, strict=True):
         assert (a.double() - b.double()).norm() <= limit * b.double().norm(), name

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers import qkv, sdpa
 from known_calls import forget, shifted
+from launches import launches
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.profiler import ProfilerActivity, profile
 
 import attention_ext
 from attention_ext.attention import recall
@@ -63,15 +63,6 @@ PROBLEMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def kernels(call: Callable[[], object]) -> list[str]:
-    """The names of the kernels that a call launches, in their order."""
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        call()
-        torch.cuda.synchronize()
-    return [event.name for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-
-
 @pytest.mark.parametrize("call", [sdpa, attention_ext.sdpa], ids=["operator", "function"])
 @pytest.mark.parametrize("grad", [False, True], ids=["without", "with"])
 @pytest.mark.parametrize("name", PROBLEMS)
@@ -83,7 +74,7 @@ def test_settings_are_seen(name: str, grad: bool, call: Callable[..., Tensor], a
     for setting, context in SETTINGS.items():
         with context():
             forget()
-            want[setting] = call(*inputs, **options).detach(), kernels(lambda: (forget(), call(*inputs, **options)))
+            want[setting] = call(*inputs, **options).detach(), launches(lambda: (forget(), call(*inputs, **options)))
     forget()
     anew.clear()
     for turn in range(3):
@@ -92,7 +83,7 @@ def test_settings_are_seen(name: str, grad: bool, call: Callable[..., Tensor], a
                 out, launched = want[setting]
                 got = call(*inputs, **options)
                 assert torch.equal(got, out) and got.stride() == out.stride() and got.requires_grad == grad, setting
-                assert turn < 2 or kernels(lambda: call(*inputs, **options)) == launched, setting
+                assert turn < 2 or launches(lambda: call(*inputs, **options)) == launched, setting
     assert len(anew) <= len(SETTINGS), "a setting that came back is known"
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import normal, sdpa_backward, sdpa_forward, tf32
 from kernels import KERNELS, needs_the_card
+from launches import launches
 from mask_gradients import score_gradients
 from torch import Tensor
 
@@ -112,15 +113,26 @@ def test_without_scores_in_memory(kind: str, dims: tuple[int, int], shape: tuple
 @pytest.mark.parametrize("shape", [(L, S), (1, H, L, S), (B, 1, L, S), (1, H, 1, S)], ids=str)
 @pytest.mark.parametrize("dims", [(32, 24), (64, 48), (72, 128), (136, 72)], ids=str)
 def test_order_of_matrices(dims: tuple[int, int], shape: tuple[int, ...], room: str, poison_all: None) -> None:
-    """Without groups of heads, matrices that share one of the mask follow each other in slices; every gradient is its own."""
+    """Without groups of heads, matrices that share one of the mask follow each other in slices; every gradient is its own.
+
+    With the mask's gradient those of the others have the bits that they have without it, if the same kernels make them. Narrow
+    heads have two kinds: one of them cannot sum a mask of one row, and of others the estimate counts what the sums take.
+    """
     tensors, mask = draw(*dims, key_heads=H), normal(*shape, device="cuda")
-    grads, again = (gradients(tensors, mask, workspace_bytes=CAPS[room]) for _ in range(2))
+
+    def ours(mask_grad: bool) -> tuple[Tensor, ...]:
+        return gradients(tensors, mask, workspace_bytes=CAPS[room], mask_grad=mask_grad)
+
+    grads, again, without = ours(True), ours(True), ours(False)
     assert all(torch.equal(a, b) for a, b in zip(grads, again, strict=True))
     hold(grads[3], tensors, mask)
-    without = gradients(tensors, mask, workspace_bytes=CAPS[room], mask_grad=False)
-    assert all(torch.equal(a, b) for a, b in zip(grads[:3], without[:3], strict=True))
-    for got, want in zip(grads[:3], gradients(tensors, mask, "pipeline")[:3], strict=True):
-        assert (got - want).norm() <= 2e-6 * want.norm()
+    in_registers = [any("split_half_fused_rows" in name for name in launches(lambda w=w: ours(w))) for w in (True, False)]
+    assert not any(in_registers) or (max(dims) <= 64 and room != "least")
+    if in_registers[0] == in_registers[1]:
+        assert all(torch.equal(a, b) for a, b in zip(grads[:3], without[:3], strict=True))
+    right = gradients(tensors, mask, "pipeline")
+    for one, other, want in zip(grads[:3], without[:3], right[:3], strict=True):
+        assert max((one - want).norm(), (other - want).norm()) <= 2e-6 * want.norm()
 
 
 def test_not_finite() -> None:

@@ -38,8 +38,8 @@ struct GradientTiles {
   int E, Ev;
   bool by_head, in_turn, rows_first;
 
-  // of_sum: query heads that a sum of dK or dV goes over, those of a key head or an equal part of them. The slice has a whole number
-  // of such groups, or a part of one. of_rows, of_keys: whether to make dQ; dK and dV.
+  // of_sum: query heads that a sum of dK or dV goes over, those of a key head or an equal part of them. The slice has a whole
+  // number of such groups, or a part of one. of_rows, of_keys: whether to make dQ; dK and dV.
   GradientTiles(const Slice& slice, bool causal, int64_t of_sum, int64_t E, int64_t Ev, bool of_rows, bool of_keys)
       : E(static_cast<int>(E)), Ev(static_cast<int>(Ev)) {
     const auto tiles = [](int64_t length, int64_t of_tile) { return static_cast<int>(ceil_div(length, of_tile)); };

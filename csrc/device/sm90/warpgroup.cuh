@@ -57,7 +57,7 @@ __device__ __forceinline__ const Object& forget_object(const Object& object) {
   return *pointer;
 }
 
-// Makes this thread's writes to shared memory visible to wgmma and TMA.
+// Makes this thread's writes to shared memory visible to wgmma and TMA, and puts what TMA writes later after this thread's reads.
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
 
 // Stores four 8 x 8 matrices of 16-bit elements: register i holds this lane's two elements (row lane / 4, columns lane % 4 * 2) of

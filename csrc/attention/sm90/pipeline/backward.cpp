@@ -6,7 +6,7 @@
 // once. Only where that is too large, one pass makes dQ and another dK and dV.
 // Whole matrices are mostly made in one launch (backward_turns.cu), in which P and dS have places for some heads.
 // Workspace: delta and norm, (N, L) in float; the ticket; of whole matrices counters; what is carried, of dQ (group, rows, E) and
-// of dK (keys, E) and dV (keys, Ev), each to whole tiles; P and dS, of a slice or of as many matrices as have places, (batches,
+// of dK and dV (keys, E + Ev), to 128 rows or keys; P and dS, of a slice or of as many matrices as have places, (batches,
 // rows, pitch) in the tensors' dtype.
 #include "attention/sm90/pipeline/backward.h"
 
@@ -126,9 +126,9 @@ class Run {
     gradients.probabilities = scores.probabilities;
     gradients.score_grad = scores.score_grad;
     const double factor = kept_factor(params_.dropout) / weight_scale(params_.type);
-    gradients.of[kGradQuery] = {params_.grad_query, E, params_.scale, nullptr};
-    gradients.of[kGradKey] = {params_.grad_key, E, params_.scale, nullptr};
-    gradients.of[kGradValue] = {params_.grad_value, Ev, factor, nullptr};
+    gradients.of[kGradQuery] = {params_.grad_query, E, params_.scale, nullptr, E};
+    gradients.of[kGradKey] = {params_.grad_key, E, params_.scale, nullptr, E + Ev};
+    gradients.of[kGradValue] = {params_.grad_value, Ev, factor, nullptr, E + Ev};
     if (carries_query(pass)) {
       const int64_t head = slice.batch_begin % pass.group(sizes_), row = slice.row_begin - part.carried_begin;
       gradients.of[kGradQuery].sums =
@@ -137,7 +137,7 @@ class Run {
     if (carries_keys(sizes_, pass)) {
       float* sums = reinterpret_cast<float*>(slices_ + slice_places(sizes_, pass, part).key_carry);
       gradients.of[kGradKey].sums = sums;
-      gradients.of[kGradValue].sums = sums + carry_floats(slice.col_count, E);
+      gradients.of[kGradValue].sums = sums + kSliceTile * E;
     }
     if (adds_in_turn(sizes_, pass)) gradients.added = counters() + done_counters(sizes_, pass);
     gradients.of_rows = pass.of_rows && !part.hidden;

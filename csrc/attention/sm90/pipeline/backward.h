@@ -53,6 +53,7 @@ struct GradientOf {
   int64_t width;  // columns, a multiple of 8
   double factor;
   float* sums;
+  int64_t pitch;  // columns from 128 rows or keys to the next ones: those of dK and dV lie side by side
 };
 
 // dQ = scale * dS . key of the slice's rows; dK = scale * dS^T . query and dV = factor * P^T . grad_out of its keys, summed over

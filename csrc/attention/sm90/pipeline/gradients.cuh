@@ -77,8 +77,8 @@ struct Gradients {
   }
 
  private:
-  // Adds what earlier sums left; false where there are later ones, to which it leaves its own. Those of more keys, more rows or more
-  // query heads are later. In causal calls a tile may have its last keys, or first rows, in a slice that is not at the end.
+  // Adds what earlier sums left; false where there are later ones, to which it leaves its own. Those of more keys, more rows or
+  // more query heads are later. In causal calls a tile may have its last keys, or first rows, in a slice that is not at the end.
   __device__ __forceinline__ bool carry(const Place& at, int row, float (&product)[Tile::kN / 2]) const {
     const GradientOf& gradient = p.of[at.of];
     const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
@@ -94,7 +94,7 @@ struct Gradients {
     }
     // Of 8 columns this thread has 4 elements.
     constexpr int kColumns = 8, kAtOnce = 8, kThreads = 128 * Tile::kConsumers;
-    const int64_t first_quad = at.m / Tile::kM * (gradient.width / kColumns) + at.col / kColumns;
+    const int64_t first_quad = at.m / Tile::kM * (gradient.pitch / kColumns) + at.col / kColumns;
     float4* g_sums = reinterpret_cast<float4*>(gradient.sums) + first_quad * kThreads + threadIdx.x;
     const unsigned batches = static_cast<unsigned>(p.slice.batch_count), sum_heads = forget(heads()),
                    turn = (at.n - static_cast<unsigned>(p.slice.batch_begin)) / sum_heads;

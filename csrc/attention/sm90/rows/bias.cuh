@@ -39,7 +39,8 @@ class RowsBias {
                       pairs_[step * 4 + chunk / 2]);
       }
     }
-    fence_async_proxy();  // reads of this block come before TMA writes the next one in its place
+    // Reads of these instructions may still be under way, behind those of products, when what follows them arrives.
+    fence_async_proxy();
     mbarrier_arrive(shared_address(&shared.bias_empty[place_.slot]));
     place_.advance();
   }
