@@ -9,12 +9,11 @@ __all__ = ["ROUTES"]
 ROUTES: dict[tuple[int, int], dict[tuple[str, str, bool], tuple[tuple[str, int], ...]]] = {
     # NVIDIA H200, torch 2.11.0, cuDNN 9.19: bench/results/backends_nvidia_h200.json
     (9, 0): {
-        ("half", "plain", False): (("cudnn", 32),),
         ("half", "plain, one query", False): (("cudnn", 128),),
         ("half", "plain", True): (("cudnn", 128), ("flash", 32)),
         ("half", "plain, another width of values", True): (("cudnn", 128),),
-        ("half", "causal", True): (("cudnn", 128), ("flash", 32)),
+        ("half", "causal", True): (("cudnn", 128),),
         ("half", "causal, another width of values", True): (("cudnn", 192),),
-        ("half", "causal, L and S apart", True): (("cudnn", 128), ("flash", 32)),
+        ("half", "causal, L and S apart", True): (("cudnn", 128),),
     },
 }
