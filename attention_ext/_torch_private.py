@@ -69,7 +69,7 @@ def kernel_of(operator: Any, key: str) -> Callable[..., Any]:
 class _AttemptingPacket(torch._ops.OpOverloadPacket):  # type: ignore[type-arg, unused-ignore]
     """torch.ops.attention_ext.NAME, whose calls from Python are attempted before the dispatcher sees them.
 
-    To all that looks at packets it is the one that it was: the same object, of the same operator.
+    Code that looks at packets sees no other object than before: the same one, of the same operator.
     """
 
     _attempt: Callable[..., Any]
@@ -77,8 +77,10 @@ class _AttemptingPacket(torch._ops.OpOverloadPacket):  # type: ignore[type-arg, 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         try:
             out = self._attempt(*args, **kwargs)
-        except TypeError:  # of arguments that the schema does not know: the operator says so
-            out = None
+        except TypeError as error:
+            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                raise  # from within the call, not of the arguments' names and number
+            out = None  # of arguments that the schema does not know: the operator says so
         return super().__call__(*args, **kwargs) if out is None else out
 
 
@@ -120,6 +122,11 @@ def autograd_is_off() -> bool:
 def is_dual(tensor: Tensor) -> bool:
     """Whether a tensor carries a tangent; forward_ad.unpack_dual asks for a level that is open in Python."""
     return torch._VF._unpack_dual(tensor, level=0).tangent is not None
+
+
+def jit_traces() -> bool:
+    """Whether torch.jit.trace is at work."""
+    return torch._C._get_tracing_state() is not None
 
 
 def dispatch_modes() -> int:

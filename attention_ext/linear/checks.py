@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._checks import DTYPES, accumulator, check_dense, check_shape, message, refuse, refuse_unless, shape_of, surely, text
 from .._libraries import check_cuda_library
-from .._torch_private import dispatch_modes, function_modes
+from .._torch_private import dispatch_modes, function_modes, jit_traces, transforms
 
 __all__ = ["as_scale", "check_linear_batchnorm_softmax", "check_linear_float32"]
 
@@ -31,8 +31,9 @@ def as_scale(scale: Tensor | float, dtype: torch.dtype, device: torch.device) ->
     if not isinstance(scale, Tensor):
         if torch.compiler.is_compiling():  # a graph freezes the number of full, not that of a product (pytorch/pytorch#197889)
             return torch.ones((), dtype=wide, device=device) * scale
-        plain = device.type == "cpu" and not (dispatch_modes() or function_modes())
-        if plain:
+        # Elsewhere it would be a wrapper, or a node of a graph.
+        plain = not (dispatch_modes() or function_modes() or transforms() or jit_traces())
+        if plain and device.type == "cpu":
             return _number(float(scale), wide, torch.is_inference_mode_enabled())
         return torch.full((), float(scale), dtype=wide, device=device)
     if scale.dim() == 0 and scale.is_cpu:
