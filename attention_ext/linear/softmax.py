@@ -223,15 +223,16 @@ def _batched(*args: Any) -> _Four:
     return _composed(*args)
 
 
-def _update(running: Tensor, batch: Tensor, factor: float | Tensor, unbiased: float = 1.0) -> None:
-    """running = (1 - factor) * running + factor * unbiased * batch, in place, computed in the dtype of the batch's statistic."""
+def _update(running: Tensor, batch: Tensor, factor: float | Tensor) -> None:
+    """running = (1 - factor) * running + factor * batch, in place, computed in the dtype of the batch's statistic.
+
+    Not by add_'s alpha: a compiled program would keep the number of its first call.
+    """
     batch = batch.detach()  # not under no_grad: a region in an exported program, which not every release of torch can load
-    if running.dtype != batch.dtype:
-        running.copy_(running.to(batch.dtype) * (1.0 - factor) + batch * (factor * unbiased))
-    elif isinstance(factor, Tensor):
-        running.mul_(1.0 - factor).add_(batch * (factor * unbiased))
+    if running.dtype == batch.dtype:
+        running.mul_(1.0 - factor).add_(batch * factor)
     else:
-        running.mul_(1.0 - factor).add_(batch, alpha=factor * unbiased)
+        running.copy_(running.to(batch.dtype) * (1.0 - factor) + batch * factor)
 
 
 def call_and_update(
@@ -256,7 +257,7 @@ def call_and_update(
     rows = input.size(0)
     if training and running_mean is not None and running_var is not None and rows > 0:
         _update(running_mean, mean, factor)
-        _update(running_var, var, factor, rows / (rows - 1))
+        _update(running_var, var * (rows / (rows - 1)), factor)
     return out
 
 
