@@ -220,9 +220,14 @@ __device__ __forceinline__ void multiply_tiles(const Work& work, typename Tile::
   if (leads) barrier_sync(kBarrierSkew, 128 * Tile::kConsumers);  // every tile was left out
 }
 
-// A kernel of Tile::kThreads: load() in one thread, multiply(consumer) in each of the two warpgroups, each with its registers.
-template <class Tile, class Load, class Multiply>
-__device__ __forceinline__ void split_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
+struct NothingToDo {
+  __device__ __forceinline__ void operator()() const {}
+};
+
+// A kernel of Tile::kThreads: load() in one thread, multiply(consumer) in each of the two warpgroups, each with its registers, and
+// plan() in one thread of another warp of the warpgroup that loads.
+template <class Tile, class Load, class Multiply, class Plan = NothingToDo>
+__device__ __forceinline__ void split_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply, Plan plan = {}) {
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // uniform, as the compiler should know
   init_ring(shared.full, shared.empty, 4 * Tile::kConsumers);
   mbarrier_fence_init();
@@ -230,7 +235,11 @@ __device__ __forceinline__ void split_warpgroups(typename Tile::Shared& shared, 
   if (warpgroup == Tile::kConsumers) {
     give_registers<Tile::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
-    if (warp == 0 && elect_thread()) load();
+    if (warp == 0) {
+      if (elect_thread()) load();
+    } else if (warp == 1) {
+      if (elect_thread()) plan();
+    }
   } else {
     take_registers<Tile::kConsumerRegisters>();
     multiply(warpgroup);

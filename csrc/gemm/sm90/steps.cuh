@@ -25,6 +25,12 @@ class StepLoader {
  public:
   __device__ __forceinline__ explicit StepLoader(typename Tile::Shared& shared) : shared_(shared) {}
 
+  // Of a tile so many steps will be loaded: kAhead of them before the last, or at once, the next tile is asked for (tickets.cuh).
+  __device__ __forceinline__ void expect(int steps) {
+    left_ = steps;
+    if (steps <= kAhead) ask();
+  }
+
   // Steps of both operands along k, which move `a` and `b`: the box at `a` or, with kColumnsA, the one 64 elements of m after it as
   // well; of B likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64,
   // which are the batch dim after that one.
@@ -34,6 +40,7 @@ class StepLoader {
     using T = typename Tile::T;
 #pragma unroll 1
     for (int i = 0; i < steps; ++i) {
+      if (--left_ == kAhead) ask();
       mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
       const uint32_t full = shared_address(&shared_.full[ring_.slot]);
       mbarrier_arrive_expect_bytes(full, Tile::kTerms * (Tile::kM + Tile::kN) * Tile::kK * sizeof(T));
@@ -50,6 +57,11 @@ class StepLoader {
   }
 
  private:
+  // As long as it takes to draw a number and to find its place, about 3000 cycles. Who draws earlier takes tiles that others could
+  // begin sooner.
+  static constexpr int kAhead = 6;
+  __device__ __forceinline__ void ask() { mbarrier_arrive(shared_address(&shared_.wanted)); }
+
   // kColumns: `boxes` boxes of 64 rows of k, next to each other; else one box of boxes * 64 rows.
   template <bool kColumns, bool kBlocks, int kBoxes>
   static __device__ __forceinline__ void load_boxes(uint32_t s_dst, const CUtensorMap& map, TensorPosition box, uint32_t full) {
@@ -75,6 +87,7 @@ class StepLoader {
 
   typename Tile::Shared& shared_;
   RingPlace<Tile::kStages> ring_;
+  int left_ = 0;  // steps of the tile
 };
 
 // What multiplies: one of the two warpgroups, `consumer`.
@@ -186,10 +199,22 @@ class StepMultiplier {
   bool leads_;
 };
 
+// The first of a thread's two rows of a tile, `row` and `row` + 8, and its warp's strip: computed anew at each use, for code that
+// has no registers to hold them.
+__device__ __forceinline__ int row_anew() {
+  const unsigned thread = forget(threadIdx.x);
+  return static_cast<int>(thread / 32 * 16 + thread % 32 / 4);
+}
+template <class Tile>
+__device__ __forceinline__ uint32_t strip_anew(typename Tile::Shared& shared) {
+  return Tile::strip_address(shared, static_cast<int>(forget(threadIdx.x) / 32));
+}
+
 // A kernel of Tile::kThreads: load(loader) in one thread, multiply(multiplier, s_strip, row) in the two warpgroups, each with its
-// registers. s_strip: a warp's own 16 rows of 128 bytes; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
-template <class Tile, class Load, class Multiply>
-__device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply) {
+// registers, and plan() in one more thread of the warpgroup that loads. s_strip: a warp's own 16 rows of 128 bytes, or kStrips
+// times as many; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
+template <class Tile, class Load, class Multiply, class Plan = NothingToDo>
+__device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply, Plan plan = {}) {
   split_warpgroups<Tile>(
       shared,
       [&] {
@@ -202,7 +227,8 @@ __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Lo
         multiply(multiplier, Tile::strip_address(shared, consumer * 4 + warp),
                  consumer * 64 + warp * 16 + static_cast<int>(threadIdx.x % 32 / 4));
         multiplier.let_follow();
-      });
+      },
+      plan);
 }
 
 }  // namespace attention_ext

@@ -109,6 +109,7 @@ class Run {
     scores.delta = delta();
     scores.norm = norm();
     scores.places = in_memory;
+    scores.ticket = ticket();
     return scores;
   }
 

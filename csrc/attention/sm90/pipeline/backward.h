@@ -30,6 +30,7 @@ struct ScoreGradientsParams : StageParams {
   const float* delta;  // (N, L)
   const float* norm;   // (N, L), of rows with a large lse: factors of their probabilities
   int64_t places;      // of matrices in P and dS: the slice's i-th lies in place i % places
+  unsigned* ticket;    // 0 before the launch and after it
 };
 
 // norm[n, i] of rows with a large lse: 1 / sum of exp(score - lse), or 1 where that is so within the type's precision. The slice is

@@ -65,14 +65,21 @@ struct BackwardTurnsWork {
 };
 
 template <class Tile>
-struct BackwardTurnsShared : SharedWithTickets<Tile> {
-  TensorPosition a, b;  // of boxes: for them the thread that loads has no registers
+struct BackwardTurnsPlan : Ticket {
+  BackwardTurnsList::Turn turn;
+  union {
+    ScorePlan scores;
+    GradientPlan<Tile> gradients;
+  };
 };
+
+template <class T>
+using BackwardTurnsShared = SharedWithTickets<ScoreGradientsTile<T>, BackwardTurnsPlan<ScoreGradientsTile<T>>>;
 
 template <class T, bool kModified>
 struct BackwardTurns {
   using Tile = ScoreGradientsTile<T>;
-  using Shared = BackwardTurnsShared<Tile>;
+  using Plan = BackwardTurnsPlan<Tile>;
 
   const BackwardTurnsWork<T>& work;
 
@@ -80,22 +87,19 @@ struct BackwardTurns {
   __device__ __forceinline__ Gradients<Tile> gradients() const { return {work.p.gradients, work.gradient_tiles}; }
   __device__ __forceinline__ unsigned* scores_done(unsigned head) const { return work.p.counters + head; }
   __device__ __forceinline__ unsigned* gradients_done(unsigned head) const { return scores_done(work.turns.heads + head); }
-  __device__ __forceinline__ unsigned sum_heads() const { return static_cast<unsigned>(work.p.gradients.sum_heads); }
-  __device__ __forceinline__ int64_t first_matrix(unsigned head) const { return head * sum_heads(); }
 
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Shared& shared, unsigned ticket) const {
-    const BackwardTurnsList::Turn turn = work.turns.at(ticket);
+  // Where the next tile lies; then the wait for what it needs.
+  __device__ __forceinline__ void make_plan(Plan& plan) const {
+    const BackwardTurnsList::Turn turn = work.turns.at(plan.tile);
+    plan.turn = turn;
+    const unsigned sum_heads = static_cast<unsigned>(work.p.gradients.sum_heads);
     if (turn.is_scores) {
-      const ScorePlace at = scores().place(turn.tile);
-      if (at.hidden) return;
-      const unsigned places = static_cast<unsigned>(work.p.scores.places) / sum_heads();
+      scores().make_plan(plan.scores, turn.tile);
+      const unsigned places = static_cast<unsigned>(work.p.scores.places) / sum_heads;
       if (turn.head >= places) wait_until(gradients_done(turn.head - places), work.turns.gradients);
-      scores().load(loader, work.score_maps, at);
     } else {
-      const auto at = gradients().place(turn.tile, first_matrix(turn.head));
-      if (at.steps == 0) return;
+      gradients().make_plan(plan.gradients, turn.tile, static_cast<int64_t>(turn.head) * sum_heads);
       wait_until(scores_done(turn.head), work.turns.scores * 4 * Tile::kConsumers);
-      gradients().load(loader, work.gradient_maps, at, shared.a, shared.b);
     }
   }
   static __device__ __forceinline__ void wait_until(const unsigned* g_counter, unsigned count) {
@@ -103,19 +107,29 @@ struct BackwardTurns {
     fence_async_proxy_global();
   }
 
-  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, unsigned ticket, uint32_t s_strip, int row) const {
-    const BackwardTurnsList::Turn turn = work.turns.at(ticket);
-    if (turn.is_scores) {
-      if (!scores().multiply(multiplier, turn.tile, s_strip, row)) multiplier.let_follow();
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, Plan& plan) const {
+    fence_async_proxy_global();  // by who copies as well
+    if (plan.turn.is_scores) {
+      scores().load(loader, work.score_maps, plan.scores);
+    } else {
+      gradients().load(loader, work.gradient_maps, plan.gradients);
+    }
+  }
+
+  __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, typename Tile::Shared& shared,
+                                           const Plan& plan) const {
+    if (plan.turn.is_scores) {
+      if (elect_thread()) tma_wait_read<0>();  // of the strip
+      __syncwarp();
+      if (!scores().multiply(multiplier, shared, plan.scores)) multiplier.let_follow();
       fence_async_proxy_global();
       __syncwarp();  // every lane has written
-      if (threadIdx.x % 32 == 0) count_released(scores_done(forget(turn.tile) / work.turns.scores));
+      if (threadIdx.x % 32 == 0) count_released(scores_done(plan.turn.head));
     } else {
-      const auto at = gradients().place(turn.tile, first_matrix(turn.head));
       float product[Tile::kN / 2];
-      gradients().multiply(multiplier, at, product);
-      if (threadIdx.x == 0) count_relaxed(gradients_done(at.n / sum_heads()));
-      gradients().write(at, row, product, s_strip);
+      gradients().multiply(multiplier, plan.gradients.at, product);
+      if (forget(threadIdx.x) == 0) count_relaxed(gradients_done(plan.turn.head));
+      gradients().write(work.gradient_maps, plan.gradients, row_anew(), product, strip_anew<Tile>(shared));
     }
   }
 };
@@ -124,17 +138,18 @@ template <class T, bool kModified>
 __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
     backward_turns_kernel(const __grid_constant__ BackwardTurnsWork<T> work) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Tile = ScoreGradientsTile<T>;
-  using Shared = BackwardTurnsShared<Tile>;
+  using Turns = BackwardTurns<T, kModified>;
+  using Tile = typename Turns::Tile;
+  using Plan = typename Turns::Plan;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  Shared& shared = *reinterpret_cast<Shared*>(s_bytes);
-  const auto load = [&](StepLoader<Tile>& loader, unsigned ticket) {
-    BackwardTurns<T, kModified>{forget_object(work)}.load(loader, shared, ticket);
-  };
-  const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned ticket, uint32_t s_strip, int row) {
-    BackwardTurns<T, kModified>{work}.multiply(multiplier, ticket, s_strip, row);
-  };
-  run_by_tickets<Tile>(shared, work.p.gradients.ticket, work.turns.all, true, load, multiply);
+  auto& shared = *reinterpret_cast<BackwardTurnsShared<T>*>(s_bytes);
+  run_by_tickets<Tile>(
+      shared, work.p.gradients.ticket, work.turns.all, true,
+      [&](Plan& plan) { Turns{forget_object(work)}.make_plan(plan); },
+      [&](StepLoader<Tile>& loader, Plan& plan) { Turns{forget_object(work)}.load(loader, plan); },
+      [&](StepMultiplier<Tile>& multiplier, const Plan& plan, uint32_t, int) {
+        Turns{work}.multiply(multiplier, shared.tile, plan);
+      });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -157,7 +172,7 @@ cudaError_t launch_typed(const BackwardTurnsParams& params, cudaStream_t stream)
   if (status == cudaSuccess) status = make_gradients_maps<Tile>(work.gradient_maps, gradients);
   if (status != cudaSuccess) return status;
   const auto kernel = modified(params.scores) ? backward_turns_kernel<T, true> : backward_turns_kernel<T, false>;
-  return launch_persistent<Tile, sizeof(BackwardTurnsShared<Tile>)>(kernel, turns.all, stream, work);
+  return launch_persistent<Tile, sizeof(BackwardTurnsShared<T>)>(kernel, turns.all, stream, work);
 }
 
 }  // namespace

@@ -12,25 +12,28 @@ namespace attention_ext {
 namespace {
 
 template <class Tile>
+struct GradientsPlan : Ticket, GradientPlan<Tile> {};
+
+template <class Tile>
+using GradientsShared = SharedWithTickets<Tile, GradientsPlan<Tile>>;
+
+template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     gradients_kernel(const __grid_constant__ GradientsParams params, const __grid_constant__ GradientsMaps maps,
                      const __grid_constant__ GradientTiles<Tile> list) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
+  using Plan = GradientsPlan<Tile>;
   const Gradients<Tile> work = {params, list};
-  const auto load = [&](StepLoader<Tile>& loader, unsigned tile) {
-    const auto at = work.place(tile, params.slice.batch_begin);
-    TensorPosition a, b;
-    if (at.steps > 0) work.load(loader, maps, at, a, b);
-  };
-  const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) {
-    const auto at = work.place(tile, params.slice.batch_begin);
-    float product[Tile::kN / 2];
-    work.multiply(multiplier, at, product);
-    work.write(at, row, product, s_strip);
-  };
-  run_by_tickets<Tile>(shared, params.ticket, list.all(), params.added != nullptr, load, multiply);
+  run_by_tickets<Tile>(
+      *reinterpret_cast<GradientsShared<Tile>*>(s_bytes), params.ticket, list.all(), params.added != nullptr,
+      [&](Plan& plan) { work.make_plan(plan, plan.tile, params.slice.batch_begin); },
+      [&](StepLoader<Tile>& loader, Plan& plan) { work.load(loader, maps, plan); },
+      [&](StepMultiplier<Tile>& multiplier, const Plan& plan, uint32_t s_strip, int row) {
+        float product[Tile::kN / 2];
+        work.multiply(multiplier, plan.at, product);
+        work.write(maps, plan, row, product, s_strip);
+      });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -43,7 +46,7 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const GradientTiles<Tile> list(params.slice, params.sequence.causal, params.sum_heads, params.of[kGradKey].width,
                                  params.of[kGradValue].width, params.of_rows, params.of_keys);
-  return launch_persistent<Tile, sizeof(SharedWithTickets<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps,
+  return launch_persistent<Tile, sizeof(GradientsShared<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps,
                                                                   list);
 }
 
@@ -53,7 +56,7 @@ cudaError_t launch_typed(const GradientsParams& params, cudaStream_t stream) {
   const auto narrow = [](int64_t width) { return ceil_div(width, 192) == ceil_div(width, 256); };
   return narrow(params.of[kGradKey].width) && narrow(params.of[kGradValue].width)
              ? launch_tile<WgmmaTile<T, true, 192>>(params, stream)
-             : launch_tile<WgmmaTile<T, true>>(params, stream);
+             : launch_tile<WgmmaTile<T, true, 256, 232, 2>>(params, stream);
 }
 
 }  // namespace

@@ -17,45 +17,62 @@
 namespace attention_ext {
 
 struct GradientsMaps {
-  // Boxes of 64 rows by 64 columns; score_grad_rows: of 128 rows.
-  CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out;
+  // Boxes of 64 rows by 64 columns; score_grad_rows: of 128 rows; out: of 16 rows.
+  CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out, out[3];
+};
+
+// What is known of a tile before it is loaded, in shared memory.
+template <class Tile>
+struct GradientPlan {
+  typename GradientTiles<Tile>::Place at;
+  TensorPosition a, b, out;  // the first boxes
+  unsigned head;             // of the tile's query heads, the one that is loaded
 };
 
 template <class Tile>
 struct Gradients {
   using T = typename Tile::T;
+  using Plan = GradientPlan<Tile>;
+  using Place = typename GradientTiles<Tile>::Place;
 
   const GradientsParams& p;
   const GradientTiles<Tile>& list;
 
-  using Place = typename GradientTiles<Tile>::Place;
-
   __device__ __forceinline__ unsigned heads() const { return list.group; }
+
   // Of a list of the slice's matrices from `batch_begin` on.
-  __device__ __forceinline__ Place place(unsigned tile, int64_t batch_begin) const {
-    return list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin);
+  __device__ __forceinline__ void make_plan(Plan& plan, unsigned tile, int64_t batch_begin) const {
+    const Place at = list.place(tile, p.slice, p.sequence, p.slice.col_begin + p.slice.col_count, batch_begin);
+    plan.at = at;
+    const bool is_row = at.of == kGradQuery;
+    const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
+    plan.out = {{at.col, at.m + (is_row ? row_begin : col_begin), 0, 0, 0}};
+    set_batch(plan.out, p.batch, p.of[at.of].out, at.n);
+    keep_order();  // one after the other: what they read takes registers
+    plan.b = {{at.col, is_row ? col_begin : row_begin + at.k_begin, 0, 0, 0}};
+    plan.head = 0;
+    place_head(plan);
   }
 
-  // The operands of a tile of at least one step. a, b: where positions are kept, in registers or in shared memory.
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const GradientsMaps& maps, const Place& at, TensorPosition& a,
-                                       TensorPosition& b) const {
-    const unsigned matrix = (at.n - static_cast<unsigned>(p.slice.batch_begin)) % forget(static_cast<unsigned>(p.places));
-    if (at.of == kGradQuery) {
-      a = {{0, at.m, static_cast<int>(matrix), 0, 0}};
-      b = {{at.col, static_cast<int>(p.slice.col_begin), 0, 0, 0}};
-      set_batch(b, p.batch, p.key, at.n);
-      loader.template load<false, true>(maps.score_grad_rows, a, maps.key, b, at.steps);
+  // The operands of a tile.
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const GradientsMaps& maps, Plan& plan) const {
+    const int steps = plan.at.steps;
+    if (plan.at.of == kGradQuery) {
+      loader.expect(steps);
+      loader.template load<false, true>(maps.score_grad_rows, plan.a, maps.key, plan.b, steps);
       return;
     }
-    const bool is_value = at.of == kGradValue;
+    const bool is_value = plan.at.of == kGradValue;
     const CUtensorMap& map_a = is_value ? maps.probabilities : maps.score_grad;
     const CUtensorMap& map_b = is_value ? maps.grad_out : maps.query;
+    loader.expect(steps * static_cast<int>(heads()));
+    if (steps == 0) return;
 #pragma unroll 1
-    for (unsigned head = 0; head < heads(); ++head) {
-      a = {{at.m, at.k_begin, static_cast<int>(matrix + head), 0, 0}};
-      b = {{at.col, static_cast<int>(p.slice.row_begin) + at.k_begin, 0, 0, 0}};
-      set_batch(b, p.batch, is_value ? p.grad_out : p.query, at.n + head);
-      loader.template load<true, true>(map_a, a, map_b, b, at.steps);
+    for (;;) {
+      loader.template load<true, true>(map_a, plan.a, map_b, plan.b, plan.at.steps);
+      if (++plan.head == heads()) return;
+      plan.b.at[1] -= plan.at.steps * Tile::kK;
+      place_head(plan);
     }
   }
 
@@ -72,11 +89,29 @@ struct Gradients {
     }
   }
 
-  __device__ __forceinline__ void write(const Place& at, int row, float (&product)[Tile::kN / 2], uint32_t s_strip) const {
-    if (p.of[at.of].sums == nullptr || carry(at, row, product)) store(at, row, product, s_strip);
+  __device__ __forceinline__ void write(const GradientsMaps& maps, const Plan& plan, int row, float (&product)[Tile::kN / 2],
+                                        uint32_t s_strip) const {
+    if (p.of[plan.at.of].sums != nullptr && !carry(plan.at, row, product)) return;
+    if (p.wide_out) {
+      store_wide(plan.at, row, product);
+    } else {
+      store(maps, plan, row, product, s_strip);
+    }
   }
 
  private:
+  // A and the batch coordinates of B, of the tile's query head number plan.head.
+  __device__ __forceinline__ void place_head(Plan& plan) const {
+    const GradientsParams& params = forget_object(p);  // what divisions need is not held from head to head
+    const Place& at = plan.at;
+    const unsigned n = at.n + plan.head, matrix = n - static_cast<unsigned>(params.slice.batch_begin);
+    const bool is_row = at.of == kGradQuery;
+    plan.a = {{is_row ? 0 : at.m, is_row ? at.m : at.k_begin, static_cast<int>(matrix % static_cast<unsigned>(params.places)), 0,
+               0}};
+    keep_order();
+    set_batch(plan.b, params.batch, is_row ? params.key : at.of == kGradValue ? params.grad_out : params.query, n);
+  }
+
   // Adds what earlier sums left; false where there are later ones, to which it leaves its own. Those of more keys, more rows or
   // more query heads are later. In causal calls a tile may have its last keys, or first rows, in a slice that is not at the end.
   __device__ __forceinline__ bool carry(const Place& at, int row, float (&product)[Tile::kN / 2]) const {
@@ -140,44 +175,37 @@ struct Gradients {
     return p.added + (at.m / Tile::kM * static_cast<int>(list.of_key()) + column) * kWarps + threadIdx.x / 32;
   }
 
-  __device__ __forceinline__ void store(const Place& at, int row, const float (&product)[Tile::kN / 2],
-                                        uint32_t s_strip) const {
-    const GradientOf& gradient = p.of[at.of];
-    const MatrixView& out = gradient.out;
-    const float factor = static_cast<float>(gradient.factor);
+  __device__ __forceinline__ void store_wide(const Place& at, int row, const float (&product)[Tile::kN / 2]) const {
+    const MatrixView& out = p.of[at.of].out;
+    const float factor = static_cast<float>(p.of[at.of].factor);
     const int64_t first_m = at.m + (at.of == kGradQuery ? p.slice.row_begin : p.slice.col_begin);
     const int64_t offset = batch_offset(p.batch, out, at.n, at.slice_index) + at.col * out.col_stride;
-    if (p.wide_out) {
 #pragma unroll
-      for (int i = 0; i < Tile::kN / 2; ++i) {
-        const int m = row + i / 2 % 2 * 8, col = i / 4 * 8 + i % 2 + static_cast<int>(threadIdx.x % 4 * 2);
-        float* g_row = static_cast<float*>(out.data) + offset + (first_m + m) * out.row_stride;
-        if (m < at.ms && col < at.cols) g_row[col * out.col_stride] = product[i] * factor;
-      }
-      return;
+    for (int i = 0; i < Tile::kN / 2; ++i) {
+      const int m = row + i / 2 % 2 * 8, col = i / 4 * 8 + i % 2 + static_cast<int>(threadIdx.x % 4 * 2);
+      float* g_row = static_cast<float*>(out.data) + offset + (first_m + m) * out.row_stride;
+      if (m < at.ms && col < at.cols) g_row[col * out.col_stride] = product[i] * factor;
     }
-    const int lane = static_cast<int>(forget(threadIdx.x)) % 32, warp_row = row - lane / 4;
-    const bool whole = out.vector && at.ms >= Tile::kM && at.cols >= Tile::kN;
-    T* g_out = static_cast<T*>(out.data) + offset + (first_m + warp_row + lane / 8) * out.row_stride;
+  }
+
+  __device__ __forceinline__ void store(const GradientsMaps& maps, const Plan& plan, int row,
+                                        const float (&product)[Tile::kN / 2], uint32_t s_strip) const {
+    constexpr uint32_t kStripBytes = Tile::kStripRows * Tile::kStripCols * sizeof(T);
+    const float factor = static_cast<float>(p.of[plan.at.of].factor);
+    const CUtensorMap* map = &maps.out[plan.at.of];
+    const int lane = static_cast<int>(forget(threadIdx.x)) % 32, cols = plan.at.cols;
+    TensorPosition to = plan.out;
+    to.at[1] += row - lane / 4;
 #pragma unroll
     for (int strip = 0; strip < Tile::kN / Tile::kStripCols; ++strip) {
-      const int first_col = strip * Tile::kStripCols;
-      if (first_col >= at.cols) break;
+      if (strip * Tile::kStripCols >= cols) break;
       float x[Tile::kStripCols / 2];
 #pragma unroll
       for (int i = 0; i < Tile::kStripCols / 2; ++i) x[i] = product[strip * (Tile::kStripCols / 2) + i] * factor;
-      for_each_chunk<T, 4>(
-          x, s_strip,
-          [&](int chunk_row, int chunk_col, const T* chunk) {
-            const int col = first_col + chunk_col;
-            T* g_row = g_out + (chunk_row - lane / 8) * out.row_stride;
-            if (whole) {
-              *reinterpret_cast<uint4*>(g_row + col) = *reinterpret_cast<const uint4*>(chunk);
-            } else if (warp_row + chunk_row < at.ms && col < at.cols) {
-              store_chunk(g_row, col, at.cols, out, chunk);
-            }
-          },
-          lane);
+      uint32_t pairs[Tile::kStripCols / 4];
+      pack_strip<T>(x, pairs);
+      store_strip<Tile::kStrips>(pairs, s_strip + strip % Tile::kStrips * kStripBytes, map, to, lane);
+      to.at[0] += Tile::kStripCols;
     }
   }
 };
@@ -201,6 +229,11 @@ cudaError_t make_gradients_maps(GradientsMaps& maps, const GradientsParams& para
   if (status == cudaSuccess) status = operand(maps.query, params.query, rows, E);
   if (status == cudaSuccess) status = operand(maps.key, params.key, keys, E);
   if (status == cudaSuccess) status = operand(maps.grad_out, params.grad_out, rows, Ev);
+  for (int of = 0; of < 3 && status == cudaSuccess && !params.wide_out; ++of) {
+    const GradientOf& gradient = params.of[of];
+    status = make_tensor_map(maps.out[of], params.type, params.batch, gradient.out, of == kGradQuery ? rows : keys, gradient.width,
+                             Tile::kStripRows);
+  }
   return status;
 }
 

@@ -1,10 +1,16 @@
 // Backward by wgmma (Hopper), first kernel of a slice: P and dS (score_gradients.cuh).
 //
-// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared. Registers: 240 a consumer thread.
+// Grid: persistent CTAs, one an SM; 384 threads. Shared memory: WgmmaTile::Shared, Tickets. Registers: 240 a consumer thread.
 #include "attention/sm90/pipeline/score_gradients.cuh"
+#include "gemm/sm90/tickets.cuh"
 
 namespace attention_ext {
 namespace {
+
+struct ScoreGradientsPlan : Ticket, ScorePlan {};
+
+template <class T>
+using ScoreGradientsShared = SharedWithTickets<ScoreGradientsTile<T>, ScoreGradientsPlan>;
 
 template <class T, bool kModified>
 __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
@@ -12,21 +18,18 @@ __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
                            const __grid_constant__ ScoreTiles<ScoreGradientsTile<T>, true> tiles) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Tile = ScoreGradientsTile<T>;
+  using Plan = ScoreGradientsPlan;
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   const ScoreGradients<T, kModified> work = {params, tiles};
   const unsigned end = static_cast<unsigned>(params.slice.batch_count) * tiles.of_matrix();
-  const auto load = [&](StepLoader<Tile>& loader) {
-#pragma unroll 1
-    for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) {
-      const ScorePlace at = work.place(tile);
-      if (!at.hidden) work.load(loader, maps, at);
-    }
-  };
-  const auto multiply = [&](StepMultiplier<Tile>& multiplier, uint32_t s_strip, int row) {
-#pragma unroll 1
-    for (unsigned tile = blockIdx.x; tile < end; tile += gridDim.x) work.multiply(multiplier, tile, s_strip, row);
-  };
-  run_warpgroups<Tile>(*reinterpret_cast<typename Tile::Shared*>(s_bytes), load, multiply);
+  auto& shared = *reinterpret_cast<ScoreGradientsShared<T>*>(s_bytes);
+  run_by_tickets<Tile>(
+      shared, params.ticket, end, false,
+      [&](Plan& plan) { work.make_plan(plan, plan.tile); },
+      [&](StepLoader<Tile>& loader, Plan& plan) { work.load(loader, maps, plan); },
+      [&](StepMultiplier<Tile>& multiplier, const Plan& plan, uint32_t, int) {
+        if (!work.multiply(multiplier, shared.tile, plan)) multiplier.let_follow();
+      });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -40,7 +43,7 @@ cudaError_t launch_typed(const ScoreGradientsParams& params, cudaStream_t stream
   if (status != cudaSuccess) return status;
   const ScoreTiles<Tile, true> tiles = score_gradients_tiles<T>(params);
   const int64_t count = params.slice.batch_count * tiles.of_matrix();
-  return launch_persistent<Tile>(modified(params) ? score_gradients_kernel<T, true> : score_gradients_kernel<T, false>, count,
+  return launch_persistent<Tile, sizeof(ScoreGradientsShared<T>)>(modified(params) ? score_gradients_kernel<T, true> : score_gradients_kernel<T, false>, count,
                                  stream, params, maps, tiles);
 }
 

@@ -21,10 +21,17 @@
 namespace attention_ext {
 
 template <class T>
-using ScoreGradientsTile = WgmmaTile<T, false, 256, 240>;
+using ScoreGradientsTile = WgmmaTile<T, false, 256, 240, 2>;
 
 struct ScoreGradientsMaps {
   CUtensorMap query, key, grad_out, value;
+};
+
+// What is known of a tile before it is loaded, in shared memory.
+struct ScorePlan {
+  ScorePlace at;
+  int64_t lse, mask, out;         // offsets of its matrix; of its first element in P and dS
+  TensorPosition query, key, grad_out, value;  // the first boxes
 };
 
 // kModified: there is a mask or dropout.
@@ -38,24 +45,31 @@ struct ScoreGradients {
   const ScoreTiles<Tile, true>& tiles;
 
   static __device__ __forceinline__ int steps_of(int64_t width) { return static_cast<int>((width + Tile::kK - 1) / Tile::kK); }
-  __device__ __forceinline__ ScorePlace place(unsigned tile) const {
-    return score_place<Tile, uint32_t>(p.slice, p.sequence, tiles.at(tile));
+  __device__ __forceinline__ void make_plan(ScorePlan& plan, unsigned tile) const {
+    plan.at = score_place<Tile, uint32_t>(p.slice, p.sequence, tiles.at(tile));
+    const ScorePlace& at = plan.at;
+    const uint32_t n = static_cast<uint32_t>(at.n), place = static_cast<uint32_t>(at.slice_index) % static_cast<uint32_t>(p.places);
+    plan.lse = batch_offset(p.batch, p.lse, n, at.slice_index);
+    plan.mask = kModified && p.mask_type != MaskType::kNone ? batch_offset(p.batch, p.mask, n, at.slice_index) : 0;
+    plan.out = place * p.probabilities.slice_stride + at.slice_row * p.probabilities.row_stride + at.slice_col;
+    plan.query = box(at.row, p.query, n);
+    plan.key = box(at.col, p.key, n);
+    plan.grad_out = box(at.row, p.grad_out, n);
+    plan.value = box(at.col, p.value, n);
+  }
+  __device__ __forceinline__ TensorPosition box(int row, const MatrixView& view, uint32_t n) const {
+    keep_order();  // one after the other: what they read takes registers
+    TensorPosition box = {{0, row, 0, 0, 0}};
+    set_batch(box, p.batch, view, n);
+    return box;
   }
 
-  // The operands of a tile that some row sees.
-  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, const ScorePlace& at) const {
-    load_product(loader, at, p.E, maps.query, p.query, maps.key, p.key);
-    load_product(loader, at, p.Ev, maps.grad_out, p.grad_out, maps.value, p.value);
-  }
-  __device__ __forceinline__ void load_product(StepLoader<Tile>& loader, const ScorePlace& at, const int64_t& width,
-                                               const CUtensorMap& map_a, const MatrixView& view_a, const CUtensorMap& map_b,
-                                               const MatrixView& view_b) const {
-    TensorPosition a = {{0, at.row, 0, 0, 0}}, b = {{0, at.col, 0, 0, 0}};
-    set_batch(a, p.batch, view_a, static_cast<uint32_t>(at.n));
-    keep_order();  // one after the other: what they read takes registers
-    set_batch(b, p.batch, view_b, static_cast<uint32_t>(at.n));
-    keep_order();
-    loader.template load<false, false>(map_a, a, map_b, b, steps_of(width));
+  // The operands of a tile.
+  __device__ __forceinline__ void load(StepLoader<Tile>& loader, const ScoreGradientsMaps& maps, ScorePlan& plan) const {
+    const int of_scores = plan.at.hidden ? 0 : steps_of(p.E), of_weights = plan.at.hidden ? 0 : steps_of(p.Ev);
+    loader.expect(of_scores + of_weights);
+    loader.template load<false, false>(maps.query, plan.query, maps.key, plan.key, of_scores);
+    loader.template load<false, false>(maps.grad_out, plan.grad_out, maps.value, plan.value, of_weights);
   }
 
   // What a thread needs of its two rows.
@@ -64,44 +78,41 @@ struct ScoreGradients {
   };
 
   // A tile's P and dS; false: no row sees any of it, and nothing is done.
-  __device__ __forceinline__ bool multiply(StepMultiplier<Tile>& multiplier, unsigned tile, uint32_t s_strip, int row) const {
+  __device__ __forceinline__ bool multiply(StepMultiplier<Tile>& multiplier, typename Tile::Shared& shared,
+                                           const ScorePlan& plan) const {
+    const ScorePlace& at = plan.at;
+    if (at.hidden) return false;
     float delta[2];
     uint32_t weights[Tile::kN / 4];
-    bool plain;
     float product[Tile::kN / 2];
-    {
-      const ScorePlace at = place(tile);
-      if (at.hidden) return false;
-      const Rows rows = fetch(at, row);
-      multiplier.template multiply<false, false>(product, steps_of(p.E));
-      const bool large = !(fabsf(rows.lse[0]) < kLargeLse && fabsf(rows.lse[1]) < kLargeLse);
-      plain = !kModified && wholly_visible<Tile>(at) && scales_exponents(static_cast<float>(p.scale)) &&
-              !__any_sync(0xffffffffu, large);
-      if (plain) {
-        make_probabilities<true>(at, row, rows, product, weights, s_strip);
-      } else {
-        make_probabilities<false>(at, row, rows, product, weights, s_strip);
-      }
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {  // read only now: the epilogue has no registers for them
-        const int of = row + 8 * half;
-        delta[half] = of < at.rows ? p.delta[at.n * p.L + at.row + of] : 0.0f;
-      }
-    }
-    // Next to sums and probabilities there are registers for a tile's number, but not for all that is known of its place.
-    multiplier.template multiply<false, false>(product, steps_of(p.Ev));
-    const ScorePlace at = place(forget(tile));
+    const Rows rows = fetch(plan);
+    multiplier.template multiply<false, false>(product, steps_of(p.E));
+    const bool large = !(fabsf(rows.lse[0]) < kLargeLse && fabsf(rows.lse[1]) < kLargeLse);
+    const bool plain = !kModified && wholly_visible<Tile>(at) && scales_exponents(static_cast<float>(p.scale)) &&
+                       !__any_sync(0xffffffffu, large);
     if (plain) {
-      make_score_grad<true>(at, row, delta, product, weights, s_strip);
+      make_probabilities<true>(plan, rows, product, weights, shared);
     } else {
-      make_score_grad<false>(at, row, delta, product, weights, s_strip);
+      make_probabilities<false>(plan, rows, product, weights, shared);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // read only now: the epilogue has no registers for them
+      const int of = row_anew() + 8 * half;
+      delta[half] = of < at.rows ? p.delta[at.n * p.L + at.row + of] : 0.0f;
+    }
+    multiplier.template multiply<false, false>(product, steps_of(p.Ev));
+    if (plain) {
+      make_score_grad<true>(plan, delta, product, weights, shared);
+    } else {
+      make_score_grad<false>(plan, delta, product, weights, shared);
     }
     return true;
   }
 
-  __device__ __forceinline__ Rows fetch(const ScorePlace& at, int row) const {
-    const float* g_lse =
-        static_cast<const float*>(p.lse.data) + batch_offset(p.batch, p.lse, static_cast<uint32_t>(at.n), at.slice_index);
+  __device__ __forceinline__ Rows fetch(const ScorePlan& plan) const {
+    const ScorePlace& at = plan.at;
+    const int row = row_anew();
+    const float* g_lse = static_cast<const float*>(p.lse.data) + plan.lse;
     Rows rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -116,45 +127,42 @@ struct ScoreGradients {
   // From products of query and key: the probabilities as they are rounded, those that dropout drops with the sign. kPlain: all
   // rows and keys exist and are visible, and no row's log-sum-exp is large.
   template <bool kPlain>
-  __device__ __forceinline__ void make_probabilities(const ScorePlace& at, int row, const Rows& rows,
+  __device__ __forceinline__ void make_probabilities(const ScorePlan& plan, const Rows& rows,
                                                      const float (&product)[Tile::kN / 2], uint32_t (&weights)[Tile::kN / 4],
-                                                     uint32_t s_strip) const {
+                                                     typename Tile::Shared& shared) const {
+    const ScorePlace& at = plan.at;
+    const int row = row_anew();
     const float scale = static_cast<float>(p.scale);
     // Without a mask exponents are made of products, by one multiply-add.
     const bool products = (!kModified || p.mask_type == MaskType::kNone) && scales_exponents(scale);
     const float before = products ? 1.0f : scale, after = products ? scale : 1.0f, unit = after * kLog2E;
     constexpr float kShift = kWeightScale == 1.0f ? 0.0f : 8.0f;
     static_assert(kWeightScale == 1.0f || kWeightScale == 256.0f, "2 to the power of kShift");
-    bool large[2] = {false, false};
     float offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       offset[half] = kShift - rows.lse[half] * kLog2E;
       if (kPlain || fabsf(rows.lse[half]) < kLargeLse) continue;
-      large[half] = true;
       const bool seen = rows.lse[half] != -negative_infinity(0.0f);
       offset[half] = kShift + (seen ? log2f(p.norm[at.n * p.L + at.row + row + 8 * half]) : 0.0f);
     }
-    const bool dropping = kModified && p.dropout.seed != nullptr;
-    const int64_t mask = kModified && p.mask_type != MaskType::kNone
-                             ? batch_offset(p.batch, p.mask, static_cast<uint32_t>(at.n), at.slice_index)
-                             : 0;
-    store_parts<kPlain>(at, row, p.probabilities, s_strip, [&](int part, uint32_t (&pairs)[kPart / 4]) {
+    store_parts<kPlain>(plan, p.probabilities, shared, [&](int part, uint32_t (&pairs)[kPart / 4]) {
       float x[kPart / 2];
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) x[i] = product[part * (kPart / 2) + i];
       pin_registers(x);  // one part after another
-      if constexpr (!kPlain) to_scores(at, row, mask, before, at.col + part * kPart, x);
+      if constexpr (!kPlain) to_scores(at, row, plan.mask, before, at.col + part * kPart, x);
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) {
         const int half = i / 2 % 2;
         // A score as large as its log-sum-exp: the difference first. It is exact, and nothing of it is lost in the factor.
-        const bool usual = kPlain || !large[half];
+        const bool usual = kPlain || fabsf(rows.lse[half]) < kLargeLse;
         x[i] = exp2_approx(fmaf(usual ? x[i] : __fmul_rn(after, x[i]) - rows.lse[half], usual ? unit : kLog2E, offset[half]));
       }
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) pairs[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
       pin_registers(pairs);
+      const bool dropping = kModified && forget_object(p).dropout.seed != nullptr;
       if (dropping) mark_dropped(at, row, part, pairs);
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) weights[part * (kPart / 4) + i] = pairs[i];
@@ -195,14 +203,14 @@ struct ScoreGradients {
 
   // From products of grad_out and value: dS.
   template <bool kPlain>
-  __device__ __forceinline__ void make_score_grad(const ScorePlace& at, int row, const float (&delta)[2],
+  __device__ __forceinline__ void make_score_grad(const ScorePlan& plan, const float (&delta)[2],
                                                   const float (&product)[Tile::kN / 2], const uint32_t (&weights)[Tile::kN / 4],
-                                                  uint32_t s_strip) const {
+                                                  typename Tile::Shared& shared) const {
     constexpr float kUnscale = 1.0f / kWeightScale;
     const bool dropping = kModified && p.dropout.seed != nullptr;
     const float factor = dropping ? static_cast<float>(p.dropout.keep_scale) * kUnscale : kUnscale;
     const float offset[2] = {-delta[0] * kUnscale, -delta[1] * kUnscale};
-    store_parts<kPlain>(at, row, p.score_grad, s_strip, [&](int part, uint32_t (&pairs)[kPart / 4]) {
+    store_parts<kPlain>(plan, p.score_grad, shared, [&](int part, uint32_t (&pairs)[kPart / 4]) {
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) {
         const float2 weight = unpack_pair(weights[part * (kPart / 4) + i], static_cast<const T*>(nullptr));
@@ -222,26 +230,22 @@ struct ScoreGradients {
 
   // What follows from it is not held during products.
   static __device__ __forceinline__ int lane_anew() { return static_cast<int>(forget(threadIdx.x)) % 32; }
-  // Where this lane's chunks of a slice's matrix begin.
-  __device__ __forceinline__ T* place_of(const MatrixView& view, const ScorePlace& at, int row) const {
-    const int lane = lane_anew(), warp_row = row - lane / 4;
-    const uint32_t place = static_cast<uint32_t>(at.slice_index) % forget(static_cast<uint32_t>(p.places));
-    return static_cast<T*>(view.data) + place * view.slice_stride + (at.slice_row + warp_row + lane / 8) * view.row_stride +
-           at.slice_col + lane % 8 * 8;
-  }
+  static __device__ __forceinline__ int warp_row_anew() { return static_cast<int>(forget(threadIdx.x)) / 32 * 16; }
   // The tile's parts, one after another as make(part, pairs) makes them.
   template <bool kWhole, class Make>
-  __device__ __forceinline__ void store_parts(const ScorePlace& at, int row, const MatrixView& view, uint32_t s_strip,
+  __device__ __forceinline__ void store_parts(const ScorePlan& plan, const MatrixView& view, typename Tile::Shared& shared,
                                               const Make& make) const {
-    T* g_out = place_of(view, at, row);
+    const ScorePlace& at = plan.at;
+    // Where this lane's chunks begin.
+    T* g_out = static_cast<T*>(view.data) + plan.out + (warp_row_anew() + lane_anew() / 8) * view.row_stride + lane_anew() % 8 * 8;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part * kPart >= at.cols) break;
       uint32_t pairs[kPart / 4];
       make(part, pairs);
-      const int lane = lane_anew(), warp_row = row - lane / 4;
+      const int lane = lane_anew(), warp_row = warp_row_anew();
       for_each_chunk<T, 4>(
-          pairs, s_strip,
+          pairs, strip_anew<Tile>(shared),
           [&](int chunk_row, int chunk_col, const T* chunk) {
             // A chunk that begins at an existing key may end after the last one, still inside the row's pitch: zeros.
             if (kWhole || (warp_row + chunk_row < at.rows && part * kPart + chunk_col < at.cols)) {

@@ -271,19 +271,23 @@ struct SplitHalfGradients {
 };
 
 template <class Tile>
+using SplitHalfGradientsShared = SharedWithTickets<Tile, Ticket>;
+
+template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     split_half_gradients_kernel(const __grid_constant__ SplitHalfGradientsParams params,
                                 const __grid_constant__ SplitHalfGradientsMaps maps,
                                 const __grid_constant__ SplitHalfGradientLists<Tile> lists) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
-  SharedWithTickets<Tile>& shared = *reinterpret_cast<SharedWithTickets<Tile>*>(s_bytes);
   const SplitHalfGradients<Tile> work = {params, lists};
-  const auto load = [&](StepLoader<Tile>& loader, unsigned number) { work.load(loader, maps, number); };
-  const auto multiply = [&](StepMultiplier<Tile>& multiplier, unsigned number, uint32_t, int row) {
-    work.multiply(multiplier, number, row);
-  };
-  run_by_tickets<Tile>(shared, params.ticket, lists.all(), true, load, multiply);
+  run_by_tickets<Tile>(
+      *reinterpret_cast<SplitHalfGradientsShared<Tile>*>(s_bytes), params.ticket, lists.all(), true, [](Ticket&) {},
+      [&](StepLoader<Tile>& loader, Ticket& ticket) {
+        work.load(loader, maps, ticket.tile);
+        loader.expect(0);
+      },
+      [&](StepMultiplier<Tile>& multiplier, const Ticket& ticket, uint32_t, int row) { work.multiply(multiplier, ticket.tile, row); });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -333,7 +337,7 @@ cudaError_t launch(const SplitHalfGradientsParams& params, void* query_terms, vo
     constexpr int64_t kLeast = 4;  // steps
     lists.share = static_cast<unsigned>(std::max(ceil_div(lists.other_steps(), current_device_info().sms), kLeast));
   }
-  return launch_persistent<Tile, sizeof(SharedWithTickets<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
+  return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
                                                                   params, maps, lists);
 }
 
