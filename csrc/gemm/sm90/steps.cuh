@@ -31,15 +31,15 @@ class StepLoader {
     if (steps <= kAhead) ask();
   }
 
-  // Steps of both operands along k, which move `a` and `b`: the box at `a` or, with kColumnsA, the one 64 elements of m after it as
-  // well; of B likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64,
-  // which are the batch dim after that one.
+  // Steps of both operands along k: from the box at `a` or, with kColumnsA, that and the one 64 elements of m after it; of B
+  // likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64, which are the
+  // batch dim after that one.
   template <bool kColumnsA, bool kColumnsB, bool kBlocksA = false>
-  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition& a, const CUtensorMap& map_b, TensorPosition& b,
+  __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition a, const CUtensorMap& map_b, TensorPosition b,
                                        int steps) {
     using T = typename Tile::T;
 #pragma unroll 1
-    for (int i = 0; i < steps; ++i) {
+    for (; steps > 0; --steps) {
       if (--left_ == kAhead) ask();
       mbarrier_wait(shared_address(&shared_.empty[ring_.slot]), ring_.parity ^ 1);
       const uint32_t full = shared_address(&shared_.full[ring_.slot]);

@@ -71,7 +71,6 @@ struct Gradients {
     for (;;) {
       loader.template load<true, true>(map_a, plan.a, map_b, plan.b, plan.at.steps);
       if (++plan.head == heads()) return;
-      plan.b.at[1] -= plan.at.steps * Tile::kK;
       place_head(plan);
     }
   }
