@@ -90,7 +90,11 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& mar
   params.unit = params.scale_factor * kLog2E;
   params.differences = params.mask_type != MaskType::kNone || !scales_exponents(params.scale_factor);
   params.keep_factor = static_cast<float>(kept_factor(params.dropout));
-  const cudaError_t written = launch_query_records(params, stream);
+  RowValues values;
+  values.records = params.records;
+  values.records_of_head = params.records_of_head;
+  values.differences = params.differences;
+  const cudaError_t written = launch_row_values(params, values, stream);
   if (written != cudaSuccess) return written;
   const int64_t sms = current_device_info().sms;
   const cudaError_t launched = dispatch_half_type(params.type, [&](auto element) {

@@ -6,24 +6,10 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/params.h"
+#include "attention/sm90/pipeline/row_values.h"
 #include "attention/sm90/rows/marks.h"
 
 namespace attention_ext {
-
-// What the kernels want to know of 32 adjacent queries, made once and brought to shared memory next to them. Queries that do not
-// exist or see no key have an offset of -inf.
-struct alignas(16) QueryRecord {
-  static constexpr int kQueries = 32;
-
-  float lse[kQueries], offset[kQueries];  // of their exponents
-  float delta[kQueries];                  // what is added to dP
-  int64_t mask;                           // where the matrix's part of the mask begins
-  uint32_t n;                             // flat batch index of the matrix
-  int32_t query;                          // the first one
-  int32_t careful;                        // whether some have a weight that is not made of their offset alone
-  int32_t unused[3];
-};
-static_assert(sizeof(QueryRecord) == 416, "a bulk copy takes multiples of 16 bytes");
 
 // The parts of a tile's walk over its queries (plan/sm90_column_parts.h), as the column kernel sees them.
 struct ColumnCut {
@@ -34,8 +20,6 @@ struct ColumnCut {
 
 // A call, and what was made of its rows before.
 struct RowsBackwardParams : BackwardParams {
-  const float* delta;         // (N, L)
-  const float* norm;          // (N, L), of rows with a large log-sum-exp: factors of their probabilities
   QueryRecord* records;       // (N, records_of_head)
   int32_t records_of_head;    // so that the last block or tile of either kernel is whole
   float unit;                 // scale * log2 e: of exponents
@@ -50,8 +34,6 @@ struct RowsBackwardParams : BackwardParams {
   float* column_parts;        // what its parts leave: (key heads, parts, seen_keys, pitch); null: nothing is cut
 };
 
-// Writes the records.
-cudaError_t launch_query_records(const RowsBackwardParams& params, cudaStream_t stream);
 // Adds what the parts of so many key heads' tiles have left, from cut.first on, to dK and dV.
 cudaError_t launch_column_sums(const RowsBackwardParams& params, int64_t key_heads, cudaStream_t stream);
 // Writes what the mask shows at `data`, for cells of 32 or 64 keys.
