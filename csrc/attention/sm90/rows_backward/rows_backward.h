@@ -8,6 +8,7 @@
 #include "attention/params.h"
 #include "attention/sm90/pipeline/row_values.h"
 #include "attention/sm90/rows/marks.h"
+#include "core/arithmetic.h"
 
 namespace attention_ext {
 
@@ -17,6 +18,13 @@ struct ColumnCut {
   uint32_t heads_of_part = 1;      // query heads; of the last part maybe fewer
   uint32_t first = 0;              // key head of the launch
 };
+
+// The keys that no query sees, from `first` on. A launch clears every shares-th piece of their gradients, from piece `share` on.
+struct UnseenKeys {
+  int32_t first = 0;
+  uint32_t share = 0, shares = 0;  // shares 0: none
+};
+constexpr int kUnseenPiece = 64, kUnseenWarps = 2;  // keys of a piece; warps of a CTA
 
 // A call, and what was made of its rows before.
 struct RowsBackwardParams : BackwardParams {
@@ -32,7 +40,13 @@ struct RowsBackwardParams : BackwardParams {
   int64_t column_heads;       // key heads of such a launch, where tiles are cut
   int64_t seen_keys;          // of a matrix, by any query; parts have these
   float* column_parts;        // what its parts leave: (key heads, parts, seen_keys, pitch); null: nothing is cut
+  UnseenKeys unseen;          // of a launch
 };
+
+// Pieces of a matrix that `unseen` has.
+__host__ __device__ constexpr uint32_t unseen_pieces(const RowsBackwardParams& p) {
+  return static_cast<uint32_t>(ceil_div(p.S - p.unseen.first, kUnseenPiece));
+}
 
 // Adds what the parts of so many key heads' tiles have left, from cut.first on, to dK and dV.
 cudaError_t launch_column_sums(const RowsBackwardParams& params, int64_t key_heads, cudaStream_t stream);
