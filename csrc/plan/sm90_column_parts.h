@@ -28,7 +28,7 @@ struct ColumnParts {
   int64_t key_heads = 0;          // of a launch
   int64_t head_bytes = 0;         // that the parts of a key head take
   int64_t bytes = 0;              // and those of a launch
-  int64_t left_ns = 0;            // estimated, of adding them, all launches'
+  int64_t left_ns = 0;            // estimated, of adding them, in all launches
 
   constexpr int64_t count() const { return heads * blocks; }
 };
@@ -69,8 +69,8 @@ constexpr int64_t column_parts_ns(const ColumnSizes& s, const ColumnParts& parts
 // Where cuts are decides the bits of dK and dV. So it follows from the lengths, the group and the head dims alone: it is what would
 // be fastest with 64 query heads, and no fewer than 16 key heads, on a card of 132 SMs, whatever there is, unless that costs any
 // larger number of heads half as much again; and more parts where these cost an eighth at most, and 8 query heads, or one key head,
-// still do not fill the card. Where `room` holds the parts of some key heads, the others come after them; where these would not fill
-// the card, nothing is cut, as many launches of few CTAs take longer than one of whole tiles.
+// still do not fill the card. Where `room` holds the parts of some key heads, the others come after them; where these would not
+// fill the card, nothing is cut, as many launches of few CTAs take longer than one of whole tiles.
 constexpr ColumnParts plan_column_parts(const ColumnSizes& sizes, int64_t room) {
   constexpr int64_t kSms = 132, kMany = 64, kFew = 8, kFull = 1024, kMostParts = 64, kLeastBlocks = 8;
   const int64_t blocks = times(sizes.group, ceil_div(sizes.L, sizes.shape().col_queries));

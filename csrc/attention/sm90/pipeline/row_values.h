@@ -7,8 +7,8 @@
 
 namespace attention_ext {
 
-// What the row kernels want to know of 32 adjacent queries, made once and brought to shared memory next to them. Queries that do not
-// exist or see no key have an offset of -inf.
+// What the row kernels want to know of 32 adjacent queries, made once and brought to shared memory next to them. Queries that do
+// not exist or see no key have an offset of -inf.
 struct alignas(16) QueryRecord {
   static constexpr int kQueries = 32;
 

@@ -9,8 +9,8 @@
 // Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
 // Above head dim 128 a tile is 64 keys, and the consumers have roles (column_roles.cuh).
 // A thread of a third warpgroup loads: keys with values, a tile at a time, and in a ring queries with their gradients and records
-// (QueryRecord); two of its warps clear keys that no query sees (unseen_keys.cuh). CTAs stay and take tile after tile. Blocks that the tile's keys are all hidden from are left out
-// (shown_blocks.cuh).
+// (QueryRecord); two of its warps clear keys that no query sees (unseen_keys.cuh). CTAs stay and take tile after tile. Blocks that
+// the tile's keys are all hidden from are left out (shown_blocks.cuh).
 // Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
 // 32, which lie where dP does while that is not there).
 #pragma once

@@ -2,7 +2,8 @@
 //
 // A thread takes four columns of a key's dK or dV, of all parts in their order, four parts' reads under way together. Keys that no
 // query sees are not its own (unseen_keys.cuh). Memory bounds it: (4 parts + 2) bytes an element, what parts leave mostly from L2.
-// Grid: one CTA of 256 threads per 256 quads of the flattened (key heads of the launch, seen keys, quads of both). No shared memory.
+// Grid: one CTA of 256 threads per 256 quads of the flattened (key heads of the launch, seen keys, quads of both). No shared
+// memory.
 #include "attention/sm90/rows_backward/rows_backward.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"

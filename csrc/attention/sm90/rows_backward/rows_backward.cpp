@@ -1,5 +1,5 @@
-// Driver of the row kernels' backward: records of what belongs to rows first, then the kernels of the class. Workspace: a record for
-// 32 queries; the marks of a mask; what parts of the column kernel's tiles leave, and in the same place, after it, parts of the
+// Driver of the row kernels' backward: records of what belongs to rows first, then the kernels of the class. Workspace: a record
+// for 32 queries; the marks of a mask; what parts of the column kernel's tiles leave, and in the same place, after it, parts of the
 // mask's gradient.
 #include "attention/sm90/rows_backward/rows_backward.h"
 
