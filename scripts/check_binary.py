@@ -19,7 +19,7 @@ PRODUCTS = ("qk_scores_kernel", "scores_values_kernel", "score_grad_kernel", "ke
 # length that precedes its mangled name, as another ends like it.
 WGMMA_PRODUCTS = (
     *("WgmmaScoresWork", "WgmmaValuesWork", "WgmmaLinearWork"),
-    *("score_gradients_kernel", "16gradients_kernel", "backward_turns_kernel", "large_lse_kernel"),
+    *("score_gradients_kernel", "16gradients_kernel", "backward_turns_kernel", "row_values_kernel"),
     *("row_grad_kernel", "column_grads_kernel", "mask_tiles_kernel"),
 )
 SPLIT_BY_TILES = "split_half_linear_kernel"  # the same by wmma

@@ -16,12 +16,14 @@ cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   Allowed wanted = {kernel, 0, bytes};
   cudaError_t status = cudaGetDevice(&wanted.device);
   if (status != cudaSuccess) return status;
-  for (const Allowed& one : latest) {
-    if (one.kernel == kernel && one.device == wanted.device && one.bytes == bytes) return cudaSuccess;
+  Allowed* known = nullptr;
+  for (Allowed& one : latest) {
     if (one.kernel == nullptr) break;
+    if (one.kernel == kernel && one.device == wanted.device) known = &one;
   }
+  if (known != nullptr && known->bytes >= bytes) return cudaSuccess;  // the largest of its sizes is allowed
   status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (status == cudaSuccess) latest[next++ % kMost] = wanted;
+  if (status == cudaSuccess) *(known != nullptr ? known : &latest[next++ % kMost]) = wanted;
   return status;
 }
 

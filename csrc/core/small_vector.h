@@ -6,6 +6,7 @@
 #include <initializer_list>
 #include <iterator>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 namespace attention_ext {
@@ -24,6 +25,17 @@ class SmallVector {
     resize(static_cast<size_t>(std::distance(first, last)));
     std::copy(first, last, begin());
   }
+  SmallVector(const SmallVector&) = default;
+  SmallVector& operator=(const SmallVector&) = default;
+  SmallVector(SmallVector&& other) noexcept { *this = std::move(other); }
+  SmallVector& operator=(SmallVector&& other) noexcept {  // leaves it empty
+    if (this == &other) return *this;
+    std::copy_n(other.few_, kInline, few_);
+    many_ = std::move(other.many_);
+    size_ = std::exchange(other.size_, 0);
+    other.many_.clear();
+    return *this;
+  }
 
   T* begin() { return many_.empty() ? few_ : many_.data(); }
   T* end() { return begin() + size_; }
@@ -37,7 +49,6 @@ class SmallVector {
   T& back() { return end()[-1]; }
   const T& back() const { return end()[-1]; }
   bool operator==(const SmallVector& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
-  bool operator!=(const SmallVector& other) const { return !(*this == other); }
 
   void resize(size_t count) {  // new items are 0
     if (count > kInline) {

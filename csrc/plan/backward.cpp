@@ -78,7 +78,7 @@ int64_t mask_tiles_cost(const Problem& p, int64_t cap) {
 // What its two kernels take by rounds of tiles over the SMs, and before them delta of all rows; then the mask's gradient. Not
 // fitted.
 int64_t rows_backward_cost(const Problem& p, const DeviceInfo& card, int64_t cap) {
-  constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700, kBytesOfQuery = 21;  // of workspace
+  constexpr int64_t kFirst = 16000, kTile = 3000, kBytesPerNs = 2700, kBytesOfQuery = 13;  // of workspace
   if (std::max(p.E, p.Ev) > kMostRowsBackward) return kNoCost;
   if (p.empty()) return kFirst;
   const bool masked = p.mask != MaskType::kNone;

@@ -21,9 +21,9 @@ CUT = [
 ]  # fmt: skip
 
 
-def cost(heads: tuple[int, int], L: int, S: int, causal: bool, E: int, cap: int = CAP) -> int:
+def cost(heads: tuple[int, int], L: int, S: int, causal: bool, E: int, cap: int = CAP, key_heads: int = 64) -> int:
     """Estimated, of the backward."""
-    facts = {"N": 64 * heads[0] // heads[1], "L": L, "S": S, "E": E, "Ev": E, "causal": causal}
+    facts = {"N": key_heads * heads[0] // heads[1], "L": L, "S": S, "E": E, "Ev": E, "causal": causal}
     facts |= dict.fromkeys(("key_group", "value_group"), heads[0] // heads[1])
     return Plan(*OPS.plan("backward", [*facts], [*map(int, facts.values())], 90, 132, cap)).costs[1]
 
@@ -47,6 +47,22 @@ def test_cut(hopper_kernels: None, heads: tuple[int, int], L: int, S: int, causa
 def test_not_cut(hopper_kernels: None, L: int, S: int, group: int, E: int) -> None:
     for causal in (False, True):
         assert cost((group, 1), L, S, causal, E) == cost((group, 1), L, S, causal, E, cap=0)
+
+
+@pytest.mark.parametrize("key_heads", [64, 600, 5000])
+def test_cut_only_where_launches_fill_the_card(hopper_kernels: None, key_heads: int) -> None:
+    """Two parts of a head: of 66 heads, or of all there are, a launch has a CTA for each SM."""
+    L, S, E = 2048, 77, 64
+    rows, head = 13 * key_heads * L, 2 * S * 4 * 2 * E
+    whole, *some = (
+        cost((1, 1), L, S, False, E, cap=rows + held * head, key_heads=key_heads) for held in (0, 1, 63, 65, 66, key_heads)
+    )
+    if key_heads == 64:
+        assert some[:2] == [whole] * 2 and whole not in some[2:]
+    else:
+        assert some[:3] == [whole] * 3 and whole not in some[3:]
+        turns = -(-key_heads // 66)
+        assert some[3] - some[4] >= 2 * 2500 * (turns - 1)  # two launches a turn
 
 
 @pytest.mark.parametrize("E", [64, 128, 192, 256])
@@ -101,22 +117,24 @@ def test_errors(hopper: None, dims: tuple[int, int], poison_all: None) -> None:
 @pytest.mark.parametrize("dims", WIDEST, ids=str)
 def test_bits(hopper: None, dims: tuple[int, int], p: float, poison_all: None) -> None:
     """The same again, of a batch row alone, and where the workspace holds the parts of some key heads at a time."""
-    for heads, L, S, causal in [((4, 4), 1920, 60, False), ((32, 1), 384, 129, True), ((10, 2), 1920, 64, False)]:
-        q, k, v = draw(6, heads, L, S, dims, torch.bfloat16)
-        grad = normal(6, heads[0], L, dims[1], dtype=torch.bfloat16)
+    for B, heads, L, S, causal in [(34, (4, 4), 1920, 60, False), (24, (32, 1), 384, 129, True), (20, (10, 2), 1920, 64, False)]:
+        q, k, v = draw(B, heads, L, S, dims, torch.bfloat16)
+        grad = normal(B, heads[0], L, dims[1], dtype=torch.bfloat16)
         want = backward(q, k, v, grad, None, causal, p)
         for _ in range(10):
             assert all(torch.equal(one, other) for one, other in zip(want, backward(q, k, v, grad, None, causal, p), strict=True))
-        rows = 21 * 6 * heads[0] * L  # bytes of delta, norm and records
-        for parts in (16, 33):  # as many as there are, or more, of one key head
+        rows, fill = 13 * B * heads[0] * L, -(-132 // -(-S // (128 if max(dims) <= 128 else 64)))  # of records; parts for 132 SMs
+        for parts in (fill + 8, 5 * fill // 4):  # of some of the key heads
             some_at_a_time = backward(q, k, v, grad, None, causal, p, workspace_bytes=rows + parts * S * 4 * sum(dims))
             assert all(torch.equal(one, other) for one, other in zip(want, some_at_a_time, strict=True)), parts
         whole = backward(q, k, v, grad, None, causal, p, workspace_bytes=1)
+        too_few = backward(q, k, v, grad, None, causal, p, workspace_bytes=rows + fill // 2 * S * 4 * sum(dims))
+        assert all(torch.equal(one, other) for one, other in zip(whole, too_few, strict=True))
         assert torch.equal(whole[0], want[0])
         for one, other in zip(want[1:], whole[1:], strict=True):
             assert (one - other).norm() <= 4e-3 * other.norm()
         if p == 0.0:  # dropout draws by the number of the head
-            last = slice(5, 6)
+            last = slice(B - 1, B)
             alone = backward(q[last], k[last], v[last], grad[last], None, causal)
             assert all(torch.equal(a[last], b) for a, b in zip(want, alone, strict=True))
 

@@ -28,7 +28,7 @@ def names() -> list[str]:
         "score_gradients_kernel",
         "16gradients_kernel",
         "backward_turns_kernel",
-        "large_lse_kernel",
+        "row_values_kernel",
         "row_grad_kernel",
         "column_grads_kernel",
         "mask_tiles_kernel",

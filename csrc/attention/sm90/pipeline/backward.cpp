@@ -11,6 +11,7 @@
 #include "attention/sm90/pipeline/backward.h"
 
 #include "attention/pipeline/stage.h"
+#include "attention/sm90/pipeline/row_values.h"
 #include "core/arithmetic.h"
 #include "core/device_info.h"
 #include "plan/backward_slices.h"
@@ -41,7 +42,11 @@ class Run {
 
   cudaError_t begin() const {
     const cudaError_t status = cudaMemsetAsync(ticket(), 0, plan_.cleared(sizes_), stream_);
-    return status == cudaSuccess ? launch_row_values(params_, delta(), norm(), stream_) : status;
+    if (status != cudaSuccess) return status;
+    RowValues rows;
+    rows.delta = delta();
+    rows.norm = norm();
+    return launch_row_values(params_, rows, stream_);
   }
 
   cudaError_t run_pass(const BackwardPass& pass) const {
@@ -157,15 +162,6 @@ class Run {
 };
 
 }  // namespace
-
-cudaError_t launch_row_values(const BackwardParams& params, float* delta, float* norm, cudaStream_t stream) {
-  const cudaError_t status = launch_row_dot(row_dot_of(params, delta), stream);
-  if (status != cudaSuccess) return status;
-  LargeLseParams large = scores_of<LargeLseParams>(params, whole_slice(params));
-  large.lse = params.lse;
-  large.norm = norm;
-  return launch_large_lse(large, stream);
-}
 
 int64_t wgmma_backward_workspace(const BackwardParams& params) { return plan_backward(params).bytes; }
 

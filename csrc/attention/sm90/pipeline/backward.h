@@ -1,5 +1,5 @@
-// The backward of the pipeline by wgmma, on Hopper: one kernel for whole matrices, two for a slice where there is no room for that,
-// and one for rows whose log-sum-exp is large.
+// The backward of the pipeline by wgmma, on Hopper: one kernel for whole matrices, two for a slice where there is no room for that.
+// Before them one makes what belongs to rows (row_values.h).
 #pragma once
 
 #include "attention/pipeline/params.h"
@@ -12,6 +12,7 @@ constexpr float kLargeLse = 1024.0f;
 
 // fp16 keeps probabilities times this, so that 1 / S is no subnormal for any S that the kernel takes. bfloat16 needs none.
 constexpr float weight_scale(DataType type) { return type == DataType::kHalf ? 256.0f : 1.0f; }
+constexpr float weight_shift(DataType type) { return type == DataType::kHalf ? 8.0f : 0.0f; }  // log2 of it
 
 // P = exp(scale * query . key + mask - lse) and dS = P * (keep * keep_scale * (grad_out . value) - delta) of a slice, P times
 // weight_scale and, with dropout, times keep. Tiles that no row sees are left out.
@@ -31,19 +32,6 @@ struct ScoreGradientsParams : StageParams {
   const float* norm;   // (N, L), of rows with a large lse: factors of their probabilities
   int64_t places;      // of matrices in P and dS: the slice's i-th lies in place i % places
   unsigned* ticket;    // 0 before the launch and after it
-};
-
-// norm[n, i] of rows with a large lse: 1 / sum of exp(score - lse), or 1 where that is so within the type's precision. The slice is
-// the whole call.
-struct LargeLseParams : StageParams {
-  int64_t E;
-  double scale;
-  MatrixView query;  // (N, L, E)
-  MatrixView key;    // (N / group, S, E)
-  MatrixView mask;   // broadcasts to (N, L, S)
-  MatrixView lse;    // (N, L), column unused
-  MaskType mask_type;
-  float* norm;  // (N, L)
 };
 
 // One of the three gradients: out = factor * A . B. Where it is made of several sums they go on in `sums`, as float, from the
@@ -87,9 +75,6 @@ struct BackwardTurnsParams {
 };
 
 cudaError_t launch_score_gradients(const ScoreGradientsParams& params, cudaStream_t stream);
-cudaError_t launch_large_lse(const LargeLseParams& params, cudaStream_t stream);
-// What belongs to rows: delta, and the norms of those with a large log-sum-exp.
-cudaError_t launch_row_values(const BackwardParams& params, float* delta, float* norm, cudaStream_t stream);
 cudaError_t launch_gradients(const GradientsParams& params, cudaStream_t stream);
 cudaError_t launch_backward_turns(const BackwardTurnsParams& params, cudaStream_t stream);
 

@@ -9,8 +9,8 @@
 // Packed, P_j and dS_j are the next operands. What a warpgroup makes of scores runs under the products of the other one, too.
 // Above head dim 128 a tile is 64 keys, and the consumers have roles (column_roles.cuh).
 // A thread of a third warpgroup loads: keys with values, a tile at a time, and in a ring queries with their gradients and records
-// (QueryRecord). CTAs stay and take tile after tile. Blocks that the tile's keys are all hidden from are left out
-// (shown_blocks.cuh).
+// (QueryRecord); two of its warps clear keys that no query sees (unseen_keys.cuh). CTAs stay and take tile after tile. Blocks that
+// the tile's keys are all hidden from are left out (shown_blocks.cuh).
 // Shared memory: ColumnGradTile::Shared. Registers: 240 a consumer thread (dK and dV 64 or 128, S and dP 96 or 64, P and dS 48 or
 // 32, which lie where dP does while that is not there).
 #pragma once
@@ -20,6 +20,7 @@
 #include "attention/sm90/rows_backward/column_roles.cuh"
 #include "attention/sm90/rows_backward/column_tile.cuh"
 #include "attention/sm90/rows_backward/shown_blocks.cuh"
+#include "attention/sm90/rows_backward/unseen_keys.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "device/sm90/tma.cuh"
 
@@ -367,8 +368,11 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
   __syncthreads();
   if (warpgroup == kRowsBackwardConsumers) {
     give_registers<rows_backward_producer_registers(Tile::kRoles)>();
-    if (__shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0) == 0 && (Tile::kGeneral || elect_thread())) {
-      ColumnProducer<Tile>(p, maps, marks, shared).run(order);
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
+    if (warp == 0) {
+      if (Tile::kGeneral || elect_thread()) ColumnProducer<Tile>(p, maps, marks, shared).run(order);
+    } else if (warp >= 2) {
+      clear_unseen(p, warp);
     }
   } else {
     take_registers<rows_backward_consumer_registers(Tile::kRoles)>();

@@ -1,8 +1,9 @@
 // Where the walk of a tile of keys is cut (plan/sm90_column_parts.h): adds what its parts have left of dK and dV, and rounds once.
 //
 // A thread takes four columns of a key's dK or dV, of all parts in their order, four parts' reads under way together. Keys that no
-// query sees get zeros. Memory bounds it: (4 parts + 2) bytes an element, what parts leave mostly from L2.
-// Grid: one CTA of 256 threads per 256 quads of the flattened (key heads of the launch, S, quads of both). No shared memory.
+// query sees are not its own (unseen_keys.cuh). Memory bounds it: (4 parts + 2) bytes an element, what parts leave mostly from L2.
+// Grid: one CTA of 256 threads per 256 quads of the flattened (key heads of the launch, seen keys, quads of both). No shared
+// memory.
 #include "attention/sm90/rows_backward/rows_backward.h"
 #include "core/dispatch.h"
 #include "core/launch.cuh"
@@ -21,21 +22,19 @@ __global__ void __launch_bounds__(kCtaThreads)
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kCtaThreads + threadIdx.x;
   int64_t row, quad, head, key;
   divide(at, quads, row, quad);
-  divide(row, p.S, head, key);
+  divide(row, p.seen_keys, head, key);
   if (head >= key_heads) return;
 
   float sums[4] = {};
-  if (key < p.seen_keys) {
-    const int64_t parts = p.cut.heads * p.cut.blocks, step = p.seen_keys * quads;
-    const float4* g_part = reinterpret_cast<const float4*>(p.column_parts) + head * parts * step + key * quads + quad;
+  const int64_t parts = p.cut.heads * p.cut.blocks, step = p.seen_keys * quads;
+  const float4* g_part = reinterpret_cast<const float4*>(p.column_parts) + head * parts * step + key * quads + quad;
 #pragma unroll 4
-    for (int64_t part = 0; part < parts; ++part) {
-      const float4 four = g_part[part * step];
-      sums[0] += four.x;
-      sums[1] += four.y;
-      sums[2] += four.z;
-      sums[3] += four.w;
-    }
+  for (int64_t part = 0; part < parts; ++part) {
+    const float4 four = g_part[part * step];
+    sums[0] += four.x;
+    sums[1] += four.y;
+    sums[2] += four.z;
+    sums[3] += four.w;
   }
   const bool of_keys = quad < key_quads;
   const MatrixView& view = of_keys ? p.grad_key : p.grad_value;
@@ -48,7 +47,7 @@ __global__ void __launch_bounds__(kCtaThreads)
 
 cudaError_t launch_column_sums(const RowsBackwardParams& params, int64_t key_heads, cudaStream_t stream) {
   const int64_t quads = ceil_div(params.E, 4) + ceil_div(params.Ev, 4);
-  const LaunchShape shape = {ceil_div(key_heads * params.S * quads, kCtaThreads), kCtaThreads};
+  const LaunchShape shape = {ceil_div(key_heads * params.seen_keys * quads, kCtaThreads), kCtaThreads};
   return dispatch_half_type(params.type, [&](auto element) {
     return launch_kernel(column_sums_kernel<decltype(element)>, shape, stream, params, key_heads);
   });

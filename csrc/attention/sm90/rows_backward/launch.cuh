@@ -40,7 +40,9 @@ cudaError_t launch_tiles(void (*kernel)(RowsBackwardParams, RowsBackwardMaps, Ro
   constexpr int kSharedBytes = static_cast<int>(sizeof(typename Tile::Shared));
   const cudaError_t status = allow_shared_memory(reinterpret_cast<const void*>(kernel), kSharedBytes);
   if (status != cudaSuccess) return status;
-  const unsigned ctas = static_cast<unsigned>(std::min<int64_t>(order.tiles, sms));
+  const int64_t pieces =
+      params.unseen.shares == 0 ? 0 : unseen_pieces(params) * (params.N / params.key_group) / params.unseen.shares;
+  const unsigned ctas = static_cast<unsigned>(std::min(std::max<int64_t>(order.tiles, pieces / kUnseenWarps), sms));
   kernel<<<ctas, kRowsBackwardThreads, kSharedBytes, stream>>>(params, maps, order, marks);
   return cudaGetLastError();
 }
@@ -55,13 +57,14 @@ cudaError_t launch_columns(const RowsBackwardParams& params, const RowsMarks& ma
   cudaError_t status = make_maps(maps, params, Tile::kM, Tile::kN);
   if (status != cudaSuccess) return status;
   const auto launch = [&](const RowsBackwardParams& p, int64_t heads) {
-    return launch_tiles<Tile>(column_grads_kernel<Tile>, p, maps, order_of(p, heads * parts, p.S, Tile::kN, walked, sms), marks,
-                              sms, stream);
+    return launch_tiles<Tile>(column_grads_kernel<Tile>, p, maps,
+                              order_of(p, heads * parts, p.seen_keys, Tile::kN, walked, sms), marks, sms, stream);
   };
   if (params.column_parts == nullptr) return launch(params, key_heads);
 
   RowsBackwardParams cut = params;
   cut.S = params.seen_keys;
+  cut.unseen = {};
   cut.E = round_up(params.E, 4);
   cut.Ev = round_up(params.Ev, 4);
   cut.wide_grads = true;
@@ -90,14 +93,24 @@ cudaError_t launch_rows_backward(RowsBackwardParams params, const RowsMarks& mar
   params.unit = params.scale_factor * kLog2E;
   params.differences = params.mask_type != MaskType::kNone || !scales_exponents(params.scale_factor);
   params.keep_factor = static_cast<float>(kept_factor(params.dropout));
-  const cudaError_t written = launch_query_records(params, stream);
+  RowValues values;
+  values.records = params.records;
+  values.records_of_head = params.records_of_head;
+  values.differences = params.differences;
+  const cudaError_t written = launch_row_values(params, values, stream);
   if (written != cudaSuccess) return written;
   const int64_t sms = current_device_info().sms;
   const cudaError_t launched = dispatch_half_type(params.type, [&](auto element) {
     using ColumnTile = ColumnGradTile<decltype(element), kClass, kGeneral>;
     using RowTile = RowGradTile<decltype(element), kClass, kGeneral>;
+    // Keys that no query sees and no tile or part has: half of their zeros are written under either kernel, all by the row kernel
+    // where the other one leaves parts.
+    const bool cut = params.column_parts != nullptr;
+    const int64_t first = cut ? params.seen_keys : round_up(params.seen_keys, ColumnTile::kN);
+    if (first < params.S) params.unseen = {static_cast<int32_t>(first), 0, cut ? 1u : 2u};
     cudaError_t status = launch_columns<ColumnTile>(params, marks, sms, stream);
     if (status != cudaSuccess) return status;
+    params.unseen.share = params.unseen.shares / 2;
     RowsBackwardMaps maps;
     status = make_maps(maps, params, RowTile::kM, RowTile::kN);
     if (status != cudaSuccess) return status;

@@ -68,8 +68,6 @@ struct Turns {
 template <class T>
 struct Exponents {
   static constexpr float kWeightScale = weight_scale(kDataType<T>), kUnscale = 1.0f / kWeightScale;
-  static constexpr float kShift = kWeightScale == 1.0f ? 0.0f : 8.0f;
-  static_assert(kWeightScale == 1.0f || kWeightScale == 256.0f, "2 to the power of kShift");
 
   const RowsBackwardParams& p;
 

@@ -6,12 +6,13 @@
 // Above head dim 128 registers do not hold dS_{j+1} next to dP_j, and the ring is short, so dQ is made first:
 //   dQ += dS_{j+1} K_{j+1}, S_j begin | dQ is there: K_{j+1} is free, dP_j begins | S_j is there: P_j | dP_j is there: dS_j, packed
 // A third warpgroup loads: a thread keys and values, in one ring, and one queries with their gradients, a tile at a time, and what
-// their exponents need (QueryRecord). CTAs stay and take tile after tile. Blocks that a mask hides from all of the tile's queries
-// are left out (shown_blocks.cuh).
+// their exponents need (QueryRecord); two of its warps clear keys that no query sees (unseen_keys.cuh). CTAs stay and take tile
+// after tile. Blocks that a mask hides from all of the tile's queries are left out (shown_blocks.cuh).
 // Shared memory: RowGradTile::Shared. Registers: 240 a consumer thread (dQ, S and dP, dS: 32, 128, 32; 64, 96, 24; 96 or 128, 64).
 #pragma once
 
 #include "attention/sm90/rows_backward/row_producer.cuh"
+#include "attention/sm90/rows_backward/unseen_keys.cuh"
 #include "attention/visibility/dropout.cuh"
 #include "attention/visibility/key_range.cuh"
 #include "attention/visibility/score_modifier.cuh"
@@ -291,12 +292,15 @@ __global__ void __launch_bounds__(kRowsBackwardThreads, 1)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32 % 4, 0);  // uniform as well
     if (Tile::kGeneral && warp == 0) {
       load_keys<Tile>(p, maps, marks, shared, order);
-    } else if (warp < 2 && elect_thread()) {
+    } else if (warp < 2) {
+      if (!elect_thread()) return;
       if (warp == 0) {
         load_keys<Tile>(p, maps, marks, shared, order);
       } else {
         load_queries<Tile>(p, maps, shared, order);
       }
+    } else {
+      clear_unseen(p, warp);
     }
   } else {
     take_registers<rows_backward_consumer_registers(Tile::kWideProducer)>();

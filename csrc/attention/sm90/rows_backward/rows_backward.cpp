@@ -1,9 +1,8 @@
-// Driver of the row kernels' backward: what belongs to rows first, by the pipeline's kernels and into records, then the kernels of
-// the class. Workspace: delta and norm, (N, L) in float; a record for 32 queries; the marks of a mask; what parts of the column
-// kernel's tiles leave, and in the same place, after it, parts of the mask's gradient.
+// Driver of the row kernels' backward: records of what belongs to rows first, then the kernels of the class. Workspace: a record
+// for 32 queries; the marks of a mask; what parts of the column kernel's tiles leave, and in the same place, after it, parts of the
+// mask's gradient.
 #include "attention/sm90/rows_backward/rows_backward.h"
 
-#include "attention/sm90/pipeline/backward.h"
 #include "attention/sm90/rows_backward/mask_tiles.h"
 #include "core/arithmetic.h"
 #include "core/operand.h"
@@ -25,11 +24,6 @@ int64_t records_of_head(const BackwardParams& p) {
   return std::max(round_up(p.L, block), round_up(p.L, kRowsBackwardTile)) / QueryRecord::kQueries;
 }
 
-// Of delta and norm together.
-int64_t row_bytes(const BackwardParams& p) {
-  return round_up(2 * p.N * p.L * static_cast<int64_t>(sizeof(float)), kWorkspaceAlignment);
-}
-
 int64_t record_bytes(const BackwardParams& p) {
   return round_up(p.N * records_of_head(p) * static_cast<int64_t>(sizeof(QueryRecord)), kWorkspaceAlignment);
 }
@@ -40,13 +34,11 @@ int64_t mark_bytes(const BackwardParams& p) {
   const bool masked = p.mask_type != MaskType::kNone && p.S >= 4 * shape.row_keys;
   const RowsMarkSizes sizes = rows_mark_sizes(masked, p.mask.row_stride == 0 ? 1 : p.L, p.S, shape.marked_keys());
   const int64_t matrices = operand_of(p.batch, p.mask, p.L, 1).matrices;
-  const int64_t room = std::min(p.workspace_bytes - row_bytes(p) - record_bytes(p), (int64_t{1} << 31) - 1);
+  const int64_t room = std::min(p.workspace_bytes - record_bytes(p), (int64_t{1} << 31) - 1);
   return sizes.cells > 0 && matrices <= room / sizes.cells ? sizes.cells * matrices : 0;
 }
 
-int64_t bytes_before_parts(const BackwardParams& p) {
-  return row_bytes(p) + record_bytes(p) + round_up(mark_bytes(p), kWorkspaceAlignment);
-}
+int64_t bytes_before_parts(const BackwardParams& p) { return record_bytes(p) + round_up(mark_bytes(p), kWorkspaceAlignment); }
 
 ColumnSizes column_sizes(const BackwardParams& p) {
   const int64_t seen = p.sequence.causal ? std::min(p.S, p.L) : p.S;
@@ -75,11 +67,7 @@ bool rows_backward_sums_mask(const BackwardParams&) { return false; }
 cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   RowsBackwardParams rows;
   static_cast<BackwardParams&>(rows) = params;
-  float* delta = static_cast<float*>(params.workspace);
-  float* norm = delta + params.N * params.L;
-  rows.delta = delta;
-  rows.norm = norm;
-  rows.records = reinterpret_cast<QueryRecord*>(static_cast<char*>(params.workspace) + row_bytes(params));
+  rows.records = static_cast<QueryRecord*>(params.workspace);
   rows.records_of_head = static_cast<int32_t>(records_of_head(params));
   rows.general = is_general(params);
   const MaskTilesPlan mask = mask_tiles_of(params);
@@ -94,13 +82,10 @@ cudaError_t rows_backward(const BackwardParams& params, cudaStream_t stream) {
   rows.column_heads = columns.key_heads;
   RowsMarks marks = {};
   if (mark_bytes(params) > 0) {
-    auto* data = static_cast<uint8_t*>(params.workspace) + row_bytes(params) + record_bytes(params);
+    auto* data = static_cast<uint8_t*>(params.workspace) + record_bytes(params);
     const cudaError_t marked = launch_marks(params, shape_of(params).marked_keys(), data, marks, stream);
     if (marked != cudaSuccess) return marked;
   }
-
-  const cudaError_t status = launch_row_values(params, delta, norm, stream);
-  if (status != cudaSuccess) return status;
   switch (rows_backward_class(params.E, params.Ev)) {
     case 64: return rows_backward_64(rows, marks, stream);
     case 128: return rows_backward_128(rows, marks, stream);

@@ -6,24 +6,11 @@
 #include <cuda_runtime_api.h>
 
 #include "attention/params.h"
+#include "attention/sm90/pipeline/row_values.h"
 #include "attention/sm90/rows/marks.h"
+#include "core/arithmetic.h"
 
 namespace attention_ext {
-
-// What the kernels want to know of 32 adjacent queries, made once and brought to shared memory next to them. Queries that do not
-// exist or see no key have an offset of -inf.
-struct alignas(16) QueryRecord {
-  static constexpr int kQueries = 32;
-
-  float lse[kQueries], offset[kQueries];  // of their exponents
-  float delta[kQueries];                  // what is added to dP
-  int64_t mask;                           // where the matrix's part of the mask begins
-  uint32_t n;                             // flat batch index of the matrix
-  int32_t query;                          // the first one
-  int32_t careful;                        // whether some have a weight that is not made of their offset alone
-  int32_t unused[3];
-};
-static_assert(sizeof(QueryRecord) == 416, "a bulk copy takes multiples of 16 bytes");
 
 // The parts of a tile's walk over its queries (plan/sm90_column_parts.h), as the column kernel sees them.
 struct ColumnCut {
@@ -32,10 +19,15 @@ struct ColumnCut {
   uint32_t first = 0;              // key head of the launch
 };
 
+// The keys that no query sees, from `first` on. A launch clears every shares-th piece of their gradients, from piece `share` on.
+struct UnseenKeys {
+  int32_t first = 0;
+  uint32_t share = 0, shares = 0;  // shares 0: none
+};
+constexpr int kUnseenPiece = 64, kUnseenWarps = 2;  // keys of a piece; warps of a CTA
+
 // A call, and what was made of its rows before.
 struct RowsBackwardParams : BackwardParams {
-  const float* delta;         // (N, L)
-  const float* norm;          // (N, L), of rows with a large log-sum-exp: factors of their probabilities
   QueryRecord* records;       // (N, records_of_head)
   int32_t records_of_head;    // so that the last block or tile of either kernel is whole
   float unit;                 // scale * log2 e: of exponents
@@ -48,10 +40,14 @@ struct RowsBackwardParams : BackwardParams {
   int64_t column_heads;       // key heads of such a launch, where tiles are cut
   int64_t seen_keys;          // of a matrix, by any query; parts have these
   float* column_parts;        // what its parts leave: (key heads, parts, seen_keys, pitch); null: nothing is cut
+  UnseenKeys unseen;          // of a launch
 };
 
-// Writes the records.
-cudaError_t launch_query_records(const RowsBackwardParams& params, cudaStream_t stream);
+// Pieces of a matrix that `unseen` has.
+__host__ __device__ constexpr uint32_t unseen_pieces(const RowsBackwardParams& p) {
+  return static_cast<uint32_t>(ceil_div(p.S - p.unseen.first, kUnseenPiece));
+}
+
 // Adds what the parts of so many key heads' tiles have left, from cut.first on, to dK and dV.
 cudaError_t launch_column_sums(const RowsBackwardParams& params, int64_t key_heads, cudaStream_t stream);
 // Writes what the mask shows at `data`, for cells of 32 or 64 keys.
