@@ -23,22 +23,6 @@ __device__ __forceinline__ void tma_load(uint32_t s_dst, const CUtensorMap* map,
       : "memory");
 }
 
-// The way back, in a group of its own; elements outside the tensor are left out. One thread, which has to know by tma_wait_read when
-// shared memory has been read.
-__device__ __forceinline__ void tma_store(const CUtensorMap* map, const TensorPosition& box, uint32_t s_src) {
-  asm volatile(
-      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];\n"
-      "cp.async.bulk.commit_group;\n" ::"l"(map),
-      "r"(s_src), "r"(box.at[0]), "r"(box.at[1]), "r"(box.at[2]), "r"(box.at[3]), "r"(box.at[4])
-      : "memory");
-}
-
-// Waits until all but this thread's newest kPending stores have read what they store.
-template <int kPending>
-__device__ __forceinline__ void tma_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
-}
-
 // Asks for the box to be in L2. One thread.
 __device__ __forceinline__ void tma_prefetch(const CUtensorMap* map, const TensorPosition& box) {
   asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];\n" ::"l"(map), "r"(box.at[0]),

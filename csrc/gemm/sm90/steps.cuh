@@ -211,8 +211,8 @@ __device__ __forceinline__ uint32_t strip_anew(typename Tile::Shared& shared) {
 }
 
 // A kernel of Tile::kThreads: load(loader) in one thread, multiply(multiplier, s_strip, row) in the two warpgroups, each with its
-// registers, and plan() in one more thread of the warpgroup that loads. s_strip: a warp's own 16 rows of 128 bytes, or kStrips
-// times as many; row: the first of the thread's two rows of a tile, `row` and `row` + 8.
+// registers, and plan() in one more thread of the warpgroup that loads. s_strip: a warp's own 16 rows of 128 bytes; row: the first
+// of the thread's two rows of a tile, `row` and `row` + 8.
 template <class Tile, class Load, class Multiply, class Plan = NothingToDo>
 __device__ __forceinline__ void run_warpgroups(typename Tile::Shared& shared, Load load, Multiply multiply, Plan plan = {}) {
   split_warpgroups<Tile>(

@@ -6,7 +6,6 @@
 
 #include "device/sm80/cp_async.cuh"
 #include "device/sm90/mbarrier.cuh"
-#include "device/sm90/tma.cuh"
 #include "device/sm90/warpgroup.cuh"
 #include "gemm/sm90/steps.cuh"
 
@@ -99,7 +98,6 @@ __device__ __forceinline__ void run_by_tickets(SharedWithTickets<Tile, Plan>& sh
           if (threadIdx.x % 32 == 0) tickets.release(count);
           ++count;
         }
-        if (elect_thread()) tma_wait_read<0>();  // of shared memory, while it is this CTA's
       },
       [&] { plan_by_tickets(shared, g_next, tiles, all_drawn, make_plan); });
 }

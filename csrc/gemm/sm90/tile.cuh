@@ -9,8 +9,7 @@
 namespace attention_ext {
 
 // A's rows run along k (as weights, queries and keys lie); B's run along k, or, with kColumnsB, k counts its rows (values).
-// kStrips: strips of a warp, as many as it may have on their way to memory by TMA.
-template <class T_, bool kColumnsB_, int kN_ = 256, int kConsumerRegisters_ = 232, int kStrips_ = 1>
+template <class T_, bool kColumnsB_, int kN_ = 256, int kConsumerRegisters_ = 232>
 struct WgmmaTile {
   using T = T_;
   static constexpr bool kColumnsB = kColumnsB_;
@@ -25,7 +24,6 @@ struct WgmmaTile {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerRegisters = kConsumerRegisters_, kProducerRegisters = 504 - 2 * kConsumerRegisters;
   static constexpr int kStripRows = 16, kStripCols = 64;  // of a warp's own rows, on their way out
-  static constexpr int kStrips = kStrips_;
   static constexpr int kColumnBoxes = kN / 64;            // of 64 columns that B is loaded in with kColumnsB
 
   struct Stage {
@@ -34,14 +32,14 @@ struct WgmmaTile {
   };
   struct Shared {
     Stage stage[kStages];
-    alignas(1024) T strip[4 * kConsumers][kStrips][kStripRows * kStripCols];  // swizzled as the operands are
-    uint64_t full[kStages];   // TMA arrives with a stage's bytes; the consumers wait
-    uint64_t empty[kStages];  // the consumers' 8 warps arrive; the producer waits
-    uint64_t wanted;          // of tickets.cuh: the producer arrives, which will soon need the next tile
+    alignas(1024) T strip[4 * kConsumers][kStripRows * kStripCols];  // swizzled as the operands are
+    uint64_t full[kStages];                                          // TMA arrives with a stage's bytes; the consumers wait
+    uint64_t empty[kStages];                                         // the consumers' 8 warps arrive; the producer waits
+    uint64_t wanted;  // of tickets.cuh: the producer arrives, which will soon need the next tile
   };
   static_assert(sizeof(Shared) <= 227 * 1024, "an SM gives a CTA 227 KB of shared memory");
 
-  // A warp's first strip, for an epilogue that wants one.
+  // A warp's strip, for an epilogue that wants one.
   static __device__ __forceinline__ uint32_t strip_address(Shared& shared, int warp) {
     return shared_address(shared.strip[warp]);
   }

@@ -119,8 +119,6 @@ struct BackwardTurns {
   __device__ __forceinline__ void multiply(StepMultiplier<Tile>& multiplier, typename Tile::Shared& shared,
                                            const Plan& plan) const {
     if (plan.turn.is_scores) {
-      if (elect_thread()) tma_wait_read<0>();  // of the strip
-      __syncwarp();
       if (!scores().multiply(multiplier, shared, plan.scores)) multiplier.let_follow();
       fence_async_proxy_global();
       __syncwarp();  // every lane has written
@@ -129,7 +127,7 @@ struct BackwardTurns {
       float product[Tile::kN / 2];
       gradients().multiply(multiplier, plan.gradients.at, product);
       if (forget(threadIdx.x) == 0) count_relaxed(gradients_done(plan.turn.head));
-      gradients().write(work.gradient_maps, plan.gradients, row_anew(), product, strip_anew<Tile>(shared));
+      gradients().write(plan.gradients, row_anew(), product);
     }
   }
 };

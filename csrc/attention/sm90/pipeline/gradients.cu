@@ -29,10 +29,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
       *reinterpret_cast<GradientsShared<Tile>*>(s_bytes), params.ticket, list.all(), params.added != nullptr,
       [&](Plan& plan) { work.make_plan(plan, plan.tile, params.slice.batch_begin); },
       [&](StepLoader<Tile>& loader, Plan& plan) { work.load(loader, maps, plan); },
-      [&](StepMultiplier<Tile>& multiplier, const Plan& plan, uint32_t s_strip, int row) {
+      [&](StepMultiplier<Tile>& multiplier, const Plan& plan, uint32_t, int row) {
         float product[Tile::kN / 2];
         work.multiply(multiplier, plan.at, product);
-        work.write(maps, plan, row, product, s_strip);
+        work.write(plan, row, product);
       });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
@@ -56,7 +56,7 @@ cudaError_t launch_typed(const GradientsParams& params, cudaStream_t stream) {
   const auto narrow = [](int64_t width) { return ceil_div(width, 192) == ceil_div(width, 256); };
   return narrow(params.of[kGradKey].width) && narrow(params.of[kGradValue].width)
              ? launch_tile<WgmmaTile<T, true, 192>>(params, stream)
-             : launch_tile<WgmmaTile<T, true, 256, 232, 2>>(params, stream);
+             : launch_tile<WgmmaTile<T, true>>(params, stream);
 }
 
 }  // namespace

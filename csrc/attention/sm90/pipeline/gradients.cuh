@@ -17,16 +17,17 @@
 namespace attention_ext {
 
 struct GradientsMaps {
-  // Boxes of 64 rows by 64 columns; score_grad_rows: of 128 rows; out: of 16 rows.
-  CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out, out[3];
+  // Boxes of 64 rows by 64 columns; score_grad_rows: of 128 rows.
+  CUtensorMap probabilities, score_grad, score_grad_rows, query, key, grad_out;
 };
 
 // What is known of a tile before it is loaded, in shared memory.
 template <class Tile>
 struct GradientPlan {
   typename GradientTiles<Tile>::Place at;
-  TensorPosition a, b, out;  // the first boxes
-  unsigned head;             // of the tile's query heads, the one that is loaded
+  TensorPosition a, b;  // the first boxes
+  int64_t out;          // offset of the tile's first element in its gradient
+  unsigned head;        // of the tile's query heads, the one that is loaded
 };
 
 template <class Tile>
@@ -46,8 +47,9 @@ struct Gradients {
     plan.at = at;
     const bool is_row = at.of == kGradQuery;
     const int row_begin = static_cast<int>(p.slice.row_begin), col_begin = static_cast<int>(p.slice.col_begin);
-    plan.out = {{at.col, at.m + (is_row ? row_begin : col_begin), 0, 0, 0}};
-    set_batch(plan.out, p.batch, p.of[at.of].out, at.n);
+    const MatrixView& out = p.of[at.of].out;
+    plan.out = batch_offset(p.batch, out, at.n, at.slice_index) + (at.m + (is_row ? row_begin : col_begin)) * out.row_stride +
+               at.col * out.col_stride;
     keep_order();  // one after the other: what they read takes registers
     plan.b = {{at.col, is_row ? col_begin : row_begin + at.k_begin, 0, 0, 0}};
     plan.head = 0;
@@ -88,13 +90,12 @@ struct Gradients {
     }
   }
 
-  __device__ __forceinline__ void write(const GradientsMaps& maps, const Plan& plan, int row, float (&product)[Tile::kN / 2],
-                                        uint32_t s_strip) const {
+  __device__ __forceinline__ void write(const Plan& plan, int row, float (&product)[Tile::kN / 2]) const {
     if (p.of[plan.at.of].sums != nullptr && !carry(plan.at, row, product)) return;
     if (p.wide_out) {
-      store_wide(plan.at, row, product);
+      store_wide(plan, row, product);
     } else {
-      store(maps, plan, row, product, s_strip);
+      store(plan, row, product);
     }
   }
 
@@ -174,37 +175,38 @@ struct Gradients {
     return p.added + (at.m / Tile::kM * static_cast<int>(list.of_key()) + column) * kWarps + threadIdx.x / 32;
   }
 
-  __device__ __forceinline__ void store_wide(const Place& at, int row, const float (&product)[Tile::kN / 2]) const {
-    const MatrixView& out = p.of[at.of].out;
-    const float factor = static_cast<float>(p.of[at.of].factor);
-    const int64_t first_m = at.m + (at.of == kGradQuery ? p.slice.row_begin : p.slice.col_begin);
-    const int64_t offset = batch_offset(p.batch, out, at.n, at.slice_index) + at.col * out.col_stride;
+  __device__ __forceinline__ void store_wide(const Plan& plan, int row, const float (&product)[Tile::kN / 2]) const {
+    const MatrixView& out = p.of[plan.at.of].out;
+    const float factor = static_cast<float>(p.of[plan.at.of].factor);
 #pragma unroll
     for (int i = 0; i < Tile::kN / 2; ++i) {
       const int m = row + i / 2 % 2 * 8, col = i / 4 * 8 + i % 2 + static_cast<int>(threadIdx.x % 4 * 2);
-      float* g_row = static_cast<float*>(out.data) + offset + (first_m + m) * out.row_stride;
-      if (m < at.ms && col < at.cols) g_row[col * out.col_stride] = product[i] * factor;
+      float* g_row = static_cast<float*>(out.data) + plan.out + m * out.row_stride;
+      if (m < plan.at.ms && col < plan.at.cols) g_row[col * out.col_stride] = product[i] * factor;
     }
   }
 
-  __device__ __forceinline__ void store(const GradientsMaps& maps, const Plan& plan, int row,
-                                        const float (&product)[Tile::kN / 2], uint32_t s_strip) const {
-    constexpr uint32_t kStripBytes = Tile::kStripRows * Tile::kStripCols * sizeof(T);
+  // By way of other lanes' registers, not of shared memory, whose latency the warpgroup would wait out four times.
+  __device__ __forceinline__ void store(const Plan& plan, int row, const float (&product)[Tile::kN / 2]) const {
+    const MatrixView& out = p.of[plan.at.of].out;
     const float factor = static_cast<float>(p.of[plan.at.of].factor);
-    const CUtensorMap* map = &maps.out[plan.at.of];
-    const int lane = static_cast<int>(forget(threadIdx.x)) % 32, cols = plan.at.cols;
-    TensorPosition to = plan.out;
-    to.at[1] += row - lane / 4;
+    T* g_row = static_cast<T*>(out.data) + plan.out + row * out.row_stride;
+    const int64_t down = 8 * out.row_stride;
+    const bool exists[2] = {row < plan.at.ms, row + 8 < plan.at.ms};
+    const int cols = plan.at.cols;
 #pragma unroll
     for (int strip = 0; strip < Tile::kN / Tile::kStripCols; ++strip) {
-      if (strip * Tile::kStripCols >= cols) break;
+      const int first_col = strip * Tile::kStripCols;
+      if (first_col >= cols) break;
       float x[Tile::kStripCols / 2];
 #pragma unroll
       for (int i = 0; i < Tile::kStripCols / 2; ++i) x[i] = product[strip * (Tile::kStripCols / 2) + i] * factor;
       uint32_t pairs[Tile::kStripCols / 4];
       pack_strip<T>(x, pairs);
-      store_strip<Tile::kStrips>(pairs, s_strip + strip % Tile::kStrips * kStripBytes, map, to, lane);
-      to.at[0] += Tile::kStripCols;
+      for_each_row_chunk(pairs, [&](int half, int col, uint4 chunk) {
+        T* g_chunk = g_row + half * down + first_col + col;
+        if (exists[half] && first_col + col < cols) *reinterpret_cast<uint4*>(g_chunk) = chunk;
+      });
     }
   }
 };
@@ -228,11 +230,6 @@ cudaError_t make_gradients_maps(GradientsMaps& maps, const GradientsParams& para
   if (status == cudaSuccess) status = operand(maps.query, params.query, rows, E);
   if (status == cudaSuccess) status = operand(maps.key, params.key, keys, E);
   if (status == cudaSuccess) status = operand(maps.grad_out, params.grad_out, rows, Ev);
-  for (int of = 0; of < 3 && status == cudaSuccess && !params.wide_out; ++of) {
-    const GradientOf& gradient = params.of[of];
-    status = make_tensor_map(maps.out[of], params.type, params.batch, gradient.out, of == kGradQuery ? rows : keys, gradient.width,
-                             Tile::kStripRows);
-  }
   return status;
 }
 

@@ -21,7 +21,7 @@
 namespace attention_ext {
 
 template <class T>
-using ScoreGradientsTile = WgmmaTile<T, false, 256, 240, 2>;
+using ScoreGradientsTile = WgmmaTile<T, false, 256, 240>;
 
 struct ScoreGradientsMaps {
   CUtensorMap query, key, grad_out, value;
@@ -151,7 +151,7 @@ struct ScoreGradients {
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) x[i] = product[part * (kPart / 2) + i];
       pin_registers(x);  // one part after another
-      if constexpr (!kPlain) to_scores(at, row, plan.mask, before, at.col + part * kPart, x);
+      if constexpr (!kPlain) to_scores(at, row_anew(), plan.mask, before, at.col + part * kPart, x);
 #pragma unroll
       for (int i = 0; i < kPart / 2; ++i) {
         const int half = i / 2 % 2;
@@ -163,7 +163,7 @@ struct ScoreGradients {
       for (int i = 0; i < kPart / 4; ++i) pairs[i] = pack_pair<T>(x[2 * i], x[2 * i + 1]);
       pin_registers(pairs);
       const bool dropping = kModified && forget_object(p).dropout.seed != nullptr;
-      if (dropping) mark_dropped(at, row, part, pairs);
+      if (dropping) mark_dropped(at, row_anew(), part, pairs);
 #pragma unroll
       for (int i = 0; i < kPart / 4; ++i) weights[part * (kPart / 4) + i] = pairs[i];
       if (dropping) {
