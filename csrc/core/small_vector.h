@@ -49,6 +49,7 @@ class SmallVector {
   T& back() { return end()[-1]; }
   const T& back() const { return end()[-1]; }
   bool operator==(const SmallVector& other) const { return std::equal(begin(), end(), other.begin(), other.end()); }
+  bool operator!=(const SmallVector& other) const { return !(*this == other); }
 
   void resize(size_t count) {  // new items are 0
     if (count > kInline) {

@@ -58,12 +58,15 @@ constexpr ColumnParts cut_columns(const ColumnSizes& s, int64_t count, int64_t o
 constexpr int64_t column_parts_ns(const ColumnSizes& s, const ColumnParts& parts, int64_t block_ns, int64_t sms) {
   const RowsBackwardShape shape = s.shape();
   const int64_t walked = times(parts.heads_of_part, ceil_div(ceil_div(s.L, shape.col_queries), parts.blocks));
-  const int64_t launches = ceil_div(s.key_heads, parts.key_heads);
-  const int64_t items = times(parts.key_heads, parts.count(), ceil_div(s.S, shape.col_keys));  // of a launch
   const int64_t longest = kColumnTileNs + times(walked, block_ns);
-  if (!s.causal) return times(launches, ceil_div(items, sms), longest) + parts.left_ns;
-  const int64_t seen = times(parts.key_heads, s.group, visible_blocks(s.L, s.S, shape.col_queries, shape.col_keys, true));
-  return times(launches, std::max(longest, (times(items, kColumnTileNs) + times(seen, block_ns)) / sms)) + parts.left_ns;
+  const auto launch_ns = [&](int64_t key_heads) {
+    const int64_t items = times(key_heads, parts.count(), ceil_div(s.S, shape.col_keys));
+    if (!s.causal) return times(ceil_div(items, sms), longest);
+    const int64_t seen = times(key_heads, s.group, visible_blocks(s.L, s.S, shape.col_queries, shape.col_keys, true));
+    return std::max(longest, (times(items, kColumnTileNs) + times(seen, block_ns)) / sms);
+  };
+  const int64_t before = ceil_div(s.key_heads, parts.key_heads) - 1;  // launches before the last one
+  return times(before, launch_ns(parts.key_heads)) + launch_ns(s.key_heads - before * parts.key_heads) + parts.left_ns;
 }
 
 // Where cuts are decides the bits of dK and dV. So it follows from the lengths, the group and the head dims alone: it is what would

@@ -172,6 +172,24 @@ def test_a_large_log_sum_exp_changes_no_other_row(hopper: None, dims: tuple[int,
         assert all(bool(one.isfinite().all()) for one in got)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("L", [1, 16, 17, 21, 32, 33, 63, 65])
+def test_a_large_log_sum_exp_in_short_matrices(hopper: None, L: int, poison_all: None) -> None:
+    """A CTA takes the rows of several: every other batch row has large ones, and each has the bits that it has alone."""
+    q, k, v = draw(5, (3, 3), L, 200, (128, 128), torch.bfloat16)
+    q[::2] *= 6000
+    inputs = [normal(5, 3, L, 128, dtype=torch.bfloat16), q, k, v, *sdpa_forward(q, k, v, None, None, 0.0, False)]
+
+    def run(rows: slice) -> list[Tensor]:
+        grad, *operands, out, lse = (t[rows] for t in inputs)
+        return list(sdpa_backward(grad, None, *operands, None, out, lse, None, 0.0, False, kernel_name=KERNEL.name)[:3])
+
+    whole = run(slice(None))
+    for row in range(5):
+        alone = run(slice(row, row + 1))
+        assert all(torch.equal(one, other[row : row + 1]) for one, other in zip(alone, whole, strict=True)), row
+
+
 def masks(kind: str, B: int, H: int, L: int, S: int, dtype: torch.dtype) -> Tensor | None:
     def shown(*shape: int) -> Tensor:
         return torch.rand(shape, device="cuda") < 0.7

@@ -171,15 +171,20 @@ def test_as_the_pipeline(hopper: None, dims: tuple[int, int], kind: str, p: floa
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [(3, 3), (32, 1)], ids=str)
-@pytest.mark.parametrize("dims", WIDEST, ids=str)
+@pytest.mark.parametrize("dims", [*WIDEST, (72, 40), (12, 20)], ids=str)
 def test_keys_that_no_query_sees(hopper: None, dims: tuple[int, int], heads: tuple[int, int], poison_all: None) -> None:
-    """Causal, fewer queries than keys: zeros, whatever blocks of keys hold that begin after the last query."""
-    q, k, v = draw(2, heads, 200, 3000, dims, torch.bfloat16)
-    grad = normal(2, heads[0], 200, dims[1], dtype=torch.bfloat16)
-    want = backward(q, k, v, grad, None, True)
-    for t in (k, v):
-        t[:, :, 288:] = NAN
-    got = backward(q, k, v, grad, None, True)
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
-    for one in got[1:]:
-        assert not one[:, :, 200:].any() and bool(one[:, :, :200].any())
+    """Causal, fewer queries than keys: zeros, whatever blocks of keys hold that begin after the last query. Gradients of 12 and 20
+    columns have no rows on 16-byte boundaries."""
+    pitch = tuple(-(-width // 8) * 8 for width in dims)
+    for L, S in ((1, 300), (64, 129), (200, 3000)):
+        q, k, v = draw(2, heads, L, S, pitch, torch.bfloat16)
+        q, k, v, grad = q[..., : dims[0]], k[..., : dims[0]], v[..., : dims[1]], normal(2, heads[0], L, pitch[1], dtype=q.dtype)
+        arguments = (grad[..., : dims[1]], None, True)
+        want = [backward(q, k, v, *arguments, wide_grads=wide) for wide in (False, True)]
+        for t in (k, v):
+            t[:, :, L + 128 :] = NAN
+        for number, of in enumerate(want):
+            got = backward(q, k, v, *arguments, wide_grads=bool(number))
+            assert all(torch.equal(one, other) for one, other in zip(got, of, strict=True)), (L, S, number)
+            for one in got[1:]:
+                assert not one[:, :, L:].any() and bool(one[:, :, :L].any()), (L, S, number)

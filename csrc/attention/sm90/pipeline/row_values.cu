@@ -62,8 +62,6 @@ struct RowValuesShared {
   uint64_t empty[kStages];  // its warps arrive; the loading thread waits
 };
 
-__device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kLargeLse && !isinf(lse); }
-
 // A CTA: `rows` rows from `row` on of each of so many matrices, one after the other its slots 0, 1, ...
 template <class T>
 struct RowValuesCta {
@@ -88,6 +86,7 @@ struct RowValuesCta {
   }
 
  private:
+  static __device__ __forceinline__ bool is_large(float lse) { return fabsf(lse) >= kLargeLse && !isinf(lse); }
   __device__ __forceinline__ void make_norms(const RowValuesMaps& maps) const {
     init_ring(s.full, s.empty, 4);
     mbarrier_fence_init();
