@@ -142,8 +142,7 @@ __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
   extern __shared__ __align__(1024) unsigned char s_bytes[];
   auto& shared = *reinterpret_cast<BackwardTurnsShared<T>*>(s_bytes);
   run_by_tickets<Tile>(
-      shared, work.p.gradients.ticket, work.turns.all, true,
-      [&](Plan& plan) { Turns{forget_object(work)}.make_plan(plan); },
+      shared, work.p.gradients.ticket, work.turns.all, true, [&](Plan& plan) { Turns{forget_object(work)}.make_plan(plan); },
       [&](StepLoader<Tile>& loader, Plan& plan) { Turns{forget_object(work)}.load(loader, plan); },
       [&](StepMultiplier<Tile>& multiplier, const Plan& plan, uint32_t, int) {
         Turns{work}.multiply(multiplier, shared.tile, plan);

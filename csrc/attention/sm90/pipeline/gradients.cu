@@ -46,8 +46,7 @@ cudaError_t launch_tile(const GradientsParams& params, cudaStream_t stream) {
   if (status != cudaSuccess) return status;
   const GradientTiles<Tile> list(params.slice, params.sequence.causal, params.sum_heads, params.of[kGradKey].width,
                                  params.of[kGradValue].width, params.of_rows, params.of_keys);
-  return launch_persistent<Tile, sizeof(GradientsShared<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps,
-                                                                  list);
+  return launch_persistent<Tile, sizeof(GradientsShared<Tile>)>(gradients_kernel<Tile>, list.all(), stream, params, maps, list);
 }
 
 // Tiles of 192 columns where they pay for fewer that do not exist, as in values.cu.

@@ -106,8 +106,8 @@ struct Gradients {
     const Place& at = plan.at;
     const unsigned n = at.n + plan.head, matrix = n - static_cast<unsigned>(params.slice.batch_begin);
     const bool is_row = at.of == kGradQuery;
-    plan.a = {{is_row ? 0 : at.m, is_row ? at.m : at.k_begin, static_cast<int>(matrix % static_cast<unsigned>(params.places)), 0,
-               0}};
+    plan.a = {
+        {is_row ? 0 : at.m, is_row ? at.m : at.k_begin, static_cast<int>(matrix % static_cast<unsigned>(params.places)), 0, 0}};
     keep_order();
     set_batch(plan.b, params.batch, is_row ? params.key : at.of == kGradValue ? params.grad_out : params.query, n);
   }

@@ -24,8 +24,7 @@ __global__ void __launch_bounds__(ScoreGradientsTile<T>::kThreads, 1)
   const unsigned end = static_cast<unsigned>(params.slice.batch_count) * tiles.of_matrix();
   auto& shared = *reinterpret_cast<ScoreGradientsShared<T>*>(s_bytes);
   run_by_tickets<Tile>(
-      shared, params.ticket, end, false,
-      [&](Plan& plan) { work.make_plan(plan, plan.tile); },
+      shared, params.ticket, end, false, [&](Plan& plan) { work.make_plan(plan, plan.tile); },
       [&](StepLoader<Tile>& loader, Plan& plan) { work.load(loader, maps, plan); },
       [&](StepMultiplier<Tile>& multiplier, const Plan& plan, uint32_t, int) {
         if (!work.multiply(multiplier, shared.tile, plan)) multiplier.let_follow();
@@ -43,8 +42,9 @@ cudaError_t launch_typed(const ScoreGradientsParams& params, cudaStream_t stream
   if (status != cudaSuccess) return status;
   const ScoreTiles<Tile, true> tiles = score_gradients_tiles<T>(params);
   const int64_t count = params.slice.batch_count * tiles.of_matrix();
-  return launch_persistent<Tile, sizeof(ScoreGradientsShared<T>)>(modified(params) ? score_gradients_kernel<T, true> : score_gradients_kernel<T, false>, count,
-                                 stream, params, maps, tiles);
+  return launch_persistent<Tile, sizeof(ScoreGradientsShared<T>)>(
+      modified(params) ? score_gradients_kernel<T, true> : score_gradients_kernel<T, false>, count, stream, params, maps,
+      tiles);
 }
 
 }  // namespace

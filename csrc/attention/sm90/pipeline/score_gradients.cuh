@@ -30,7 +30,7 @@ struct ScoreGradientsMaps {
 // What is known of a tile before it is loaded, in shared memory.
 struct ScorePlan {
   ScorePlace at;
-  int64_t lse, mask, out;         // offsets of its matrix; of its first element in P and dS
+  int64_t lse, mask, out;                      // offsets of its matrix; of its first element in P and dS
   TensorPosition query, key, grad_out, value;  // the first boxes
 };
 
@@ -48,7 +48,8 @@ struct ScoreGradients {
   __device__ __forceinline__ void make_plan(ScorePlan& plan, unsigned tile) const {
     plan.at = score_place<Tile, uint32_t>(p.slice, p.sequence, tiles.at(tile));
     const ScorePlace& at = plan.at;
-    const uint32_t n = static_cast<uint32_t>(at.n), place = static_cast<uint32_t>(at.slice_index) % static_cast<uint32_t>(p.places);
+    const uint32_t n = static_cast<uint32_t>(at.n),
+                   place = static_cast<uint32_t>(at.slice_index) % static_cast<uint32_t>(p.places);
     plan.lse = batch_offset(p.batch, p.lse, n, at.slice_index);
     plan.mask = kModified && p.mask_type != MaskType::kNone ? batch_offset(p.batch, p.mask, n, at.slice_index) : 0;
     plan.out = place * p.probabilities.slice_stride + at.slice_row * p.probabilities.row_stride + at.slice_col;
@@ -237,7 +238,8 @@ struct ScoreGradients {
                                               const Make& make) const {
     const ScorePlace& at = plan.at;
     // Where this lane's chunks begin.
-    T* g_out = static_cast<T*>(view.data) + plan.out + (warp_row_anew() + lane_anew() / 8) * view.row_stride + lane_anew() % 8 * 8;
+    T* g_out =
+        static_cast<T*>(view.data) + plan.out + (warp_row_anew() + lane_anew() / 8) * view.row_stride + lane_anew() % 8 * 8;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if (part * kPart >= at.cols) break;

@@ -287,7 +287,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         work.load(loader, maps, ticket.tile);
         loader.expect(0);
       },
-      [&](StepMultiplier<Tile>& multiplier, const Ticket& ticket, uint32_t, int row) { work.multiply(multiplier, ticket.tile, row); });
+      [&](StepMultiplier<Tile>& multiplier, const Ticket& ticket, uint32_t, int row) {
+        work.multiply(multiplier, ticket.tile, row);
+      });
 #else
   __trap();  // never launched: an image for another card must not return what nobody wrote
 #endif
@@ -338,7 +340,7 @@ cudaError_t launch(const SplitHalfGradientsParams& params, void* query_terms, vo
     lists.share = static_cast<unsigned>(std::max(ceil_div(lists.other_steps(), current_device_info().sms), kLeast));
   }
   return launch_persistent<Tile, sizeof(SplitHalfGradientsShared<Tile>)>(split_half_gradients_kernel<Tile>, lists.all(), stream,
-                                                                  params, maps, lists);
+                                                                         params, maps, lists);
 }
 
 }  // namespace
