@@ -32,8 +32,8 @@ class StepLoader {
   }
 
   // Steps of both operands along k: from the box at `a` or, with kColumnsA, that and the one 64 elements of m after it; of B
-  // likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64, which are the
-  // batch dim after that one.
+  // likewise. The half terms of float operands are the innermost batch dim. kBlocksA: A's columns lie in blocks of 64, which are
+  // the batch dim after that one.
   template <bool kColumnsA, bool kColumnsB, bool kBlocksA = false>
   __device__ __forceinline__ void load(const CUtensorMap& map_a, TensorPosition a, const CUtensorMap& map_b, TensorPosition b,
                                        int steps) {
