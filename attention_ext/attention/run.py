@@ -1,6 +1,7 @@
 """Runs a call on the route that router.py has found, and knows the shortest way to run the next call like it."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -57,23 +58,29 @@ def _taken_by_torch(target: str, call: AttentionCall) -> bool:
 
 def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
-    strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
+    result, scores = empty_results(call, device="meta")[0], call.scores
+    strides = result.stride()
+
+    def by_rows(out: Tensor) -> Tensor:
+        return out if out.stride() == strides else in_order_of(result, out)
+
+    in_order: Callable[[Tensor], Tensor] = Tensor.contiguous if result.is_contiguous() else by_rows
 
     def anyhow(arguments: Arguments) -> Tensor:
         return execute(target, AttentionCall(*arguments[:4], None, *arguments[4:], scores=scores))
 
     def by_kernel(arguments: Arguments) -> Tensor:
-        out: Tensor = _OUT.on_cuda(*arguments[:4], *arguments[5:])
+        query, key, value, mask, _, causal, scale, grouped = arguments
+        out: Tensor = _OUT.on_cuda(query, key, value, mask, causal, scale, grouped)
         return out
 
     def by_torch(arguments: Arguments) -> Tensor:
         *positional, scale, grouped = arguments
-        out: Tensor = torch_sdpa(*positional, scale=scale, enable_gqa=grouped)
-        return out if out.stride() == strides else in_order_of(arguments[0], out)
+        return in_order(torch_sdpa(*positional, scale=scale, enable_gqa=grouped))
 
     def by_torch_with_defaults(arguments: Arguments) -> Tensor:
-        out: Tensor = torch_sdpa(*arguments[:3])  # it takes a while to read five more arguments
-        return out if out.stride() == strides else in_order_of(arguments[0], out)
+        query, key, value = arguments[:3]  # it takes a while to read five more arguments
+        return in_order(torch_sdpa(query, key, value))
 
     if target == "kernel" and call.query.is_cuda and call.needs_grad():
         again = record_again(call)
