@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._log import is_logging, log_wanted
-from ._recall import Known, is_array, is_seen
+from ._recall import ARRAYS, Known, is_array, is_seen
 from ._torch_private import (
     BELOW_AUTOGRAD,
     alike,
@@ -73,9 +73,14 @@ class Kernel:
     def _become_known(self, count: int, tensors: list[Any], autocast: bool) -> bool:
         records = torch.is_grad_enabled()
         for tensor in tensors:
-            if not isinstance(tensor, Tensor) or not is_array(tensor) or not tensor.is_cuda or (records and tensor.requires_grad):
+            if type(tensor) not in ARRAYS or not tensor.is_cuda or (records and tensor.requires_grad):
                 return False
-        if is_seen() or not (autocast or not autocasts()):
+        if is_seen() or (autocasts() and not autocast):
+            return False
+        try:
+            if not all(map(is_array, tensors)):
+                return False
+        except RuntimeError:  # of a tensor that stands for another
             return False
         self._known.keep(count, alike(*tensors, any_size=True), True)
         return True

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from ._log import is_logging
-from ._torch_private import alike, autocasts, dispatch_modes, forward_mode_is_open, jit_traces, transforms
+from ._torch_private import alike, autocasts, dispatch_modes, forward_mode_is_open, jit_traces, keys_are_added, transforms
 
 __all__ = ["ARRAYS", "Known", "Sample", "is_array", "is_seen"]
 
@@ -30,8 +30,11 @@ class Known:
         self._runs: dict[bool, _Runs] = {False: {}, True: {}}  # by whether autograd records
 
     def find(self, outline: Hashable, *tensors: Any) -> Any:
-        """What was kept of a call like this one; None where there is nothing, and where calls are logged."""
-        if is_logging() or forward_mode_is_open():
+        """What was kept of a call like this one; None where there is nothing, and where calls are logged or seen by a mode.
+
+        The guard is blind to the modes that tracing is made of.
+        """
+        if is_logging() or dispatch_modes() or forward_mode_is_open():
             return None
         for is_like, run in self._runs[is_grad_enabled()].get(outline, ()):
             if is_like(*tensors):
@@ -57,7 +60,7 @@ def is_array(tensor: Any) -> bool:
 
 def is_seen() -> bool:
     """Whether a mode, a transform or a trace is to see the calls that are made here and now."""
-    return bool(dispatch_modes() or transforms() or jit_traces() or forward_mode_is_open())
+    return bool(dispatch_modes() or transforms() or keys_are_added() or jit_traces() or forward_mode_is_open())
 
 
 class Sample:

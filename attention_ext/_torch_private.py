@@ -51,6 +51,15 @@ def keyset_of(tensors: Iterable[Tensor | None]) -> Any:
     return keys - torch._C._dispatch_tls_local_exclude_set()
 
 
+_ALWAYS_ADDED = torch._C._dispatch_tls_local_include_set() | keyset("BackendSelect") | keyset("ADInplaceOrView")
+
+
+def keys_are_added() -> bool:
+    """Whether this thread adds keys to all calls, as modes and tracers do; also while a mode's own handler runs."""
+    added: bool = torch._C._dispatch_tls_local_include_set() | _ALWAYS_ADDED != _ALWAYS_ADDED
+    return added
+
+
 AUTOCAST = {"cpu": keyset("AutocastCPU"), "cuda": keyset("AutocastCUDA")}
 BELOW_AUTOGRAD: Any = torch._C._after_ADInplaceOrView_keyset  # the keys after those of autograd
 
@@ -161,8 +170,8 @@ def is_traced(tensor: Tensor) -> bool:
 def alike(*tensors: Tensor, any_size: bool = False) -> Callable[..., bool]:
     """PyTorch's guard of a compiled graph: whether as many tensors, here and now, are to the dispatcher like these.
 
-    In class, dtype, device, sizes, strides, requires_grad, and the dispatch keys of tensor and thread (layout, negation, modes,
-    transforms, autocast, tracing, inference mode); not in grad mode. Quicker than to read the sizes of two tensors, and holds none.
+    In class, dtype, device, sizes, strides, requires_grad, and the dispatch keys of tensor and thread (layout, negation, modes but
+    those of FakeTensor, make_fx and functionalisation, transforms, autocast, tracing, inference mode); not in grad mode. Quicker than to read the sizes of two tensors, and holds none.
     any_size: sizes and strides may be others, the rank may not.
     """
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # which the guard takes for another call

@@ -1,6 +1,6 @@
 """What the registrations of all operators need to know about the dispatcher and the transforms around a call."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ def constant(number: _Number) -> _Number:
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # imports sympy: 0.3 s that eager calls never need
 
-    value: _Number = guard_scalar(number)
+    value: _Number = cast(Any, guard_scalar(number))
     return value
 
 
