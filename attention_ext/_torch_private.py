@@ -171,8 +171,8 @@ def alike(*tensors: Tensor, any_size: bool = False) -> Callable[..., bool]:
     """PyTorch's guard of a compiled graph: whether as many tensors, here and now, are to the dispatcher like these.
 
     In class, dtype, device, sizes, strides, requires_grad, and the dispatch keys of tensor and thread (layout, negation, modes but
-    those of FakeTensor, make_fx and functionalisation, transforms, autocast, tracing, inference mode); not in grad mode. Quicker than to read the sizes of two tensors, and holds none.
-    any_size: sizes and strides may be others, the rank may not.
+    those of FakeTensor, make_fx and functionalisation, transforms, autocast, tracing, inference mode); not in grad mode. Quicker
+    than to read the sizes of two tensors, and holds none. any_size: sizes and strides may be others, the rank may not.
     """
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # which the guard takes for another call
         checks = [alike(tensor, any_size=any_size) for tensor in tensors]
