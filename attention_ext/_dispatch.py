@@ -60,7 +60,7 @@ class Kernel:
         self._known, self._leading = Known(), leading_tensors(operator)
 
     def is_meant(self, args: Any, kwargs: Any, autocast: bool = True) -> bool:
-        """Whether no key of the dispatcher but CUDA has a say in a call with these arguments, which records nothing.
+        """Whether no key of the dispatcher but CUDA has a say in a call with these arguments, which is neither recorded nor logged.
 
         autocast: also where autocast is on.
         """
@@ -75,7 +75,7 @@ class Kernel:
         for tensor in tensors:
             if type(tensor) not in ARRAYS or not tensor.is_cuda or (records and tensor.requires_grad):
                 return False
-        if is_seen() or (autocasts() and not autocast):
+        if is_logging() or is_seen() or (autocasts() and not autocast):
             return False
         try:
             if not all(map(is_array, tensors)):
@@ -107,7 +107,7 @@ def _kernel_first(operator: Any) -> Callable[[_Function], _Function]:
 
     def attempting(dispatch: _Function) -> _Function:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if function_modes() or is_logging() or not kernel.is_meant(args, kwargs, autocast=False):
+            if function_modes() or not kernel.is_meant(args, kwargs, autocast=False):
                 return dispatch(*args, **kwargs)
             return kernel.on_cuda(*args, **kwargs)
 

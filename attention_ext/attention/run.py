@@ -13,7 +13,7 @@ from . import torch_cuda
 from .autograd import attend, record_again
 from .call import AttentionCall
 from .choice import BACK_ENDS
-from .layout import empty_results, in_order_of
+from .layout import empty_results, heads_inside_rows, in_order_of
 from .recall import Arguments, Run
 
 __all__ = ["execute", "shortest"]
@@ -58,13 +58,12 @@ def _taken_by_torch(target: str, call: AttentionCall) -> bool:
 
 def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
-    result, scores = empty_results(call, device="meta")[0], call.scores
-    strides = result.stride()
+    strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
 
     def by_rows(out: Tensor) -> Tensor:
-        return out if out.stride() == strides else in_order_of(result, out)
+        return out if out.stride() == strides else out.transpose(-3, -2).contiguous().transpose(-3, -2)
 
-    in_order: Callable[[Tensor], Tensor] = Tensor.contiguous if result.is_contiguous() else by_rows
+    in_order: Callable[[Tensor], Tensor] = by_rows if heads_inside_rows(call.query) else Tensor.contiguous
 
     def anyhow(arguments: Arguments) -> Tensor:
         return execute(target, AttentionCall(*arguments[:4], None, *arguments[4:], scores=scores))
