@@ -6,14 +6,25 @@ part of every call, also in inference mode. The package's functions at the keys 
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._log import log_wanted
-from ._torch_private import BELOW_AUTOGRAD, below_autograd, dispatch_modes, forward_mode_is_open, kernel_of, keyset, transforms
+from ._log import is_logging, log_wanted
+from ._recall import ARRAYS, Known, is_array, is_seen
+from ._torch_private import (
+    BELOW_AUTOGRAD,
+    alike,
+    attempt_overload,
+    autocasts,
+    below_autograd,
+    function_modes,
+    kernel_of,
+    keyset,
+    leading_tensors,
+)
 
 __all__ = ["Kernel", "redispatch", "register_operator"]
 
@@ -41,22 +52,38 @@ def redispatch(operator: Any, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         raise
 
 
-def _are_plain_on_cuda(arguments: Iterable[Any]) -> bool:
-    """Whether no key of the dispatcher but CUDA has a say in a call of a kernel with these arguments."""
-    for argument in arguments:
-        if type(argument) is Tensor:
-            if not argument.is_cuda or argument.is_neg():
-                return False
-        elif isinstance(argument, Tensor):
-            return False
-    return not (dispatch_modes() or transforms() or forward_mode_is_open())
-
-
 class Kernel:
     """The kernels of an operator, for this package's own calls of them."""
 
     def __init__(self, operator: Any) -> None:
         self._operator, self._on_cuda = operator, kernel_of(operator, "CUDA")
+        self._known, self._leading = Known(), leading_tensors(operator)
+
+    def is_meant(self, args: Any, kwargs: Any, autocast: bool = True) -> bool:
+        """Whether no key of the dispatcher but CUDA has a say in a call with these arguments, which is neither recorded nor logged.
+
+        autocast: also where autocast is on.
+        """
+        tensors = [argument for argument in args[: self._leading] if argument is not None]
+        if kwargs:
+            tensors += [argument for argument in kwargs.values() if isinstance(argument, Tensor)]
+        count = len(tensors)
+        return self._known.find(count, *tensors) or self._become_known(count, tensors, autocast)
+
+    def _become_known(self, count: int, tensors: list[Any], autocast: bool) -> bool:
+        records = torch.is_grad_enabled()
+        for tensor in tensors:
+            if type(tensor) not in ARRAYS or not tensor.is_cuda or (records and tensor.requires_grad):
+                return False
+        if is_logging() or is_seen() or (autocasts() and not autocast):
+            return False
+        try:
+            if not all(map(is_array, tensors)):
+                return False
+        except RuntimeError:  # of a tensor that stands for another
+            return False
+        self._known.keep(count, alike(*tensors, any_size=True), True)
+        return True
 
     def on_cuda(self, *args: Any, **kwargs: Any) -> Any:
         """For plain tensors on CUDA, where nothing but the kernel can be meant: past the dispatcher's other keys."""
@@ -68,10 +95,25 @@ class Kernel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """From anywhere, for any tensors."""
-        if _are_plain_on_cuda((*args, *kwargs.values()) if kwargs else args):
+        if self.is_meant(args, kwargs):
             return self.on_cuda(*args, **kwargs)
         with below_autograd():
             return self._operator(*args, **kwargs)
+
+
+def _kernel_first(operator: Any) -> Callable[[_Function], _Function]:
+    """For attempt_overload: the kernel at once where a call on CUDA comes to nothing else, as those of compiled programs."""
+    kernel = Kernel(operator)
+
+    def attempting(dispatch: _Function) -> _Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if function_modes() or not kernel.is_meant(args, kwargs, autocast=False):
+                return dispatch(*args, **kwargs)
+            return kernel.on_cuda(*args, **kwargs)
+
+        return call
+
+    return attempting
 
 
 def register_operator(
@@ -79,6 +121,7 @@ def register_operator(
 ) -> None:
     """Everything about an operator with kernels that is not one on CUDA; log: called with its arguments where calls are logged."""
     operator = getattr(torch.ops.attention_ext, name).default
+    attempt_overload(operator, _kernel_first(operator))
 
     def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.is_inference_mode_enabled() and log_wanted():  # all other calls are logged above

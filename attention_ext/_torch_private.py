@@ -51,6 +51,15 @@ def keyset_of(tensors: Iterable[Tensor | None]) -> Any:
     return keys - torch._C._dispatch_tls_local_exclude_set()
 
 
+_ALWAYS_ADDED = torch._C._dispatch_tls_local_include_set() | keyset("BackendSelect") | keyset("ADInplaceOrView")
+
+
+def keys_are_added() -> bool:
+    """Whether this thread adds keys to all calls, as modes and tracers do; also while a mode's own handler runs."""
+    added: bool = torch._C._dispatch_tls_local_include_set() | _ALWAYS_ADDED != _ALWAYS_ADDED
+    return added
+
+
 AUTOCAST = {"cpu": keyset("AutocastCPU"), "cuda": keyset("AutocastCUDA")}
 BELOW_AUTOGRAD: Any = torch._C._after_ADInplaceOrView_keyset  # the keys after those of autograd
 
@@ -66,28 +75,41 @@ def kernel_of(operator: Any, key: str) -> Callable[..., Any]:
     return functools.partial(operator._handle.redispatch_boxed, keyset(key))
 
 
-class _AttemptingPacket(torch._ops.OpOverloadPacket):  # type: ignore[type-arg, unused-ignore]
-    """torch.ops.attention_ext.NAME, whose calls from Python are attempted before the dispatcher sees them.
+def attempt_first(packet: Any, all_arguments: Any, attempt: Callable[[Any], Any]) -> None:
+    """Calls torch.ops.attention_ext.NAME(...) from Python are what `attempt` makes of their arguments, unless that is None, before
+    the dispatcher sees them.
 
-    Code that looks at packets sees no other object than before: the same one, of the same operator.
+    all_arguments: of the operator's signature, gives all arguments in order. Code that looks at packets sees no other object than
+    before: the same one, of the same operator.
     """
+    by_position, by_name = all_arguments.__defaults__ or (), all_arguments.__kwdefaults__ or {}
+    least = all_arguments.__code__.co_argcount - len(by_position)
+    # By how many arguments are given by position, and none by name: the others.
+    others = {least + i: (*by_position[i:], *by_name.values()) for i in range(len(by_position) + 1)}.get
+    through_dispatcher: Any = torch._ops.OpOverloadPacket.__call__
 
-    _attempt: Callable[..., Any]
+    class AttemptingPacket(torch._ops.OpOverloadPacket):  # type: ignore[type-arg, unused-ignore]
+        def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs and (left_out := others(len(args))) is not None:
+                out = attempt(args + left_out)
+            else:
+                try:
+                    arguments = all_arguments(*args, **kwargs)
+                except TypeError:  # of names or a number of arguments that the schema does not know: the operator says so
+                    return through_dispatcher(self, *args, **kwargs)
+                out = attempt(arguments)
+            return through_dispatcher(self, *args, **kwargs) if out is None else out
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        try:
-            out = self._attempt(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-                raise  # from within the call, not of the arguments' names and number
-            out = None  # of arguments that the schema does not know: the operator says so
-        return super().__call__(*args, **kwargs) if out is None else out
+    packet.__class__ = AttemptingPacket
 
 
-def attempt_first(packet: Any, attempt: Callable[..., Any]) -> None:
-    """Calls torch.ops.attention_ext.NAME(...) are what `attempt` makes of the same arguments, unless that is None."""
-    packet.__class__ = _AttemptingPacket
-    packet._attempt = attempt
+def attempt_overload(overload: Any, attempting: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Calls torch.ops.attention_ext.NAME.default(...) from Python run what `attempting` makes of the way to the dispatcher.
+
+    Compiled programs call so. The overload stays the object that it was, of its class, which Inductor asks for. Releases before
+    2.14 make its hash of this way, so nothing may have asked for that before.
+    """
+    overload._op = attempting(overload._op)
 
 
 def runs_host_code(operator: Any, *arguments: Any) -> Any:
@@ -98,6 +120,12 @@ def runs_host_code(operator: Any, *arguments: Any) -> Any:
 def argument_names(operator: Any, kwarg_only: bool) -> list[str]:
     """The names of an operator's arguments: those that may be given by position, or the others."""
     return [argument.name for argument in operator._schema.arguments if argument.kwarg_only == kwarg_only]
+
+
+def leading_tensors(operator: Any) -> int:
+    """How many of an operator's first arguments are tensors, or None in the place of one."""
+    is_tensor = [str(argument.type) in ("Tensor", "Optional[Tensor]") for argument in operator._schema.arguments]
+    return (*is_tensor, False).index(False)
 
 
 def transforms() -> Sequence[Any]:
@@ -139,16 +167,22 @@ def is_traced(tensor: Tensor) -> bool:
     return isinstance(tensor, (FakeTensor, FunctionalTensor))
 
 
-def alike(*tensors: Tensor) -> Callable[..., bool]:
+def alike(*tensors: Tensor, any_size: bool = False) -> Callable[..., bool]:
     """PyTorch's guard of a compiled graph: whether as many tensors, here and now, are to the dispatcher like these.
 
-    In class, dtype, device, sizes, strides, requires_grad, and the dispatch keys of tensor and thread (layout, negation, modes,
-    transforms, autocast, tracing, inference mode); not in grad mode. Quicker than to read the sizes of two tensors, and holds none.
+    In class, dtype, device, sizes, strides, requires_grad, and the dispatch keys of tensor and thread (layout, negation, modes but
+    those of FakeTensor, make_fx and functionalisation, transforms, autocast, tracing, inference mode); not in grad mode. Quicker
+    than to read the sizes of two tensors, and holds none. any_size: sizes and strides may be others, the rank may not.
     """
     if len({id(tensor) for tensor in tensors}) < len(tensors):  # which the guard takes for another call
-        checks = [alike(tensor) for tensor in tensors]
+        checks = [alike(tensor, any_size=any_size) for tensor in tensors]
         return lambda *others: all(check(other) for check, other in zip(checks, others, strict=True))
-    sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
+    sizes: Any
+    strides: Any
+    if any_size:
+        sizes = strides = [[None] * tensor.dim() for tensor in tensors]
+    else:
+        sizes, strides = [list(tensor.shape) for tensor in tensors], [list(tensor.stride()) for tensor in tensors]
     check: Callable[..., bool] = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
@@ -207,18 +241,24 @@ class SdpSettings(NamedTuple):
 
 def sdp_settings() -> tuple[Any, ...]:
     """The fields of SdpSettings as they are now; a plain tuple, which costs the host of each call less."""
+    deterministic = _is_deterministic()
     return (
-        torch._C._get_cudnn_sdp_enabled(),
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        tuple(torch._C._get_sdp_priority_order()),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_deterministic_algorithms_warn_only(),
-        getattr(_FLASH_REGISTRY, "_FLASH_ATTENTION_ACTIVE", None) is not None,
+        _takes_cudnn(),
+        _takes_flash(),
+        _takes_efficient(),
+        tuple(_priority_order()),
+        deterministic,
+        deterministic and _only_warns(),
+        _FLASH_REGISTRY is not None and _FLASH_REGISTRY._FLASH_ATTENTION_ACTIVE is not None,
     )
 
 
-_FLASH_REGISTRY = sys.modules.get("torch.nn.attention._registry")
+_takes_cudnn, _takes_flash = torch._C._get_cudnn_sdp_enabled, torch._C._get_flash_sdp_enabled
+_takes_efficient, _priority_order = torch._C._get_mem_efficient_sdp_enabled, torch._C._get_sdp_priority_order
+_is_deterministic, _only_warns = torch._C._get_deterministic_algorithms, torch._C._get_deterministic_algorithms_warn_only
+_FLASH_REGISTRY: Any = sys.modules.get("torch.nn.attention._registry")
+if not hasattr(_FLASH_REGISTRY, "_FLASH_ATTENTION_ACTIVE"):  # of releases where nothing can replace it
+    _FLASH_REGISTRY = None
 
 
 @functools.cache

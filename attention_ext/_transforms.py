@@ -1,6 +1,6 @@
 """What the registrations of all operators need to know about the dispatcher and the transforms around a call."""
 
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -21,7 +21,10 @@ def autocast_to(dtype: torch.dtype, device_type: str, tensor: Any) -> Any:
     return tensor.to(dtype) if casts and tensor.device.type == device_type else tensor
 
 
-def constant(number: float | None) -> float | None:
+_Number = TypeVar("_Number", bound=float | None)
+
+
+def constant(number: _Number) -> _Number:
     """A number that a graph of torch.compile is compiled for, and compiled anew when it changes.
 
     For numbers that an operator takes: where one comes of arithmetic with a number that tensors meet as well, the graph would keep
@@ -32,7 +35,7 @@ def constant(number: float | None) -> float | None:
         return number
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # imports sympy: 0.3 s that eager calls never need
 
-    value: float = guard_scalar(number)
+    value: _Number = cast(Any, guard_scalar(number))
     return value
 
 

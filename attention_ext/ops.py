@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from ._checks import refuse
 from ._overrides import handle_torch_function, overridden
@@ -15,6 +16,8 @@ from .linear.product import attempt as attempt_linear
 from .linear.softmax import call_and_update
 
 __all__ = ["Explanation", "explain", "linear_batchnorm_softmax", "linear_float32", "preferred", "sdpa", "sdpa_with_lse"]
+
+_SDPA = torch.ops.attention_ext.sdpa.default
 
 
 def sdpa(
@@ -73,13 +76,16 @@ def sdpa(
     See Vaswani et al. 2017, "Attention is all you need", section 3.2.1, and PyTorch's documentation of
     scaled_dot_product_attention. Double backward is refused where this package's own kernels or PyTorch's fused ones run.
     """
-    known = attempt(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    if known is not None:
-        return known
-    attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)  # here too: a graph of torch.compile loses what it means
-    out: Tensor = torch.ops.attention_ext.sdpa.default(
-        query, key, value, attn_mask, constant(dropout_p), is_causal, scale=constant(scale), enable_gqa=enable_gqa
-    )
+    if is_compiling():
+        if scale is not None or dropout_p != 0.0:  # each function that Dynamo follows is a guard of each call of the program
+            dropout_p, scale = constant(dropout_p), constant(scale)
+    else:
+        known = attempt((query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa))
+        if known is not None:
+            return known
+    if attn_mask is not None:  # here too: a graph of torch.compile loses what a mask's class means
+        attn_mask, is_causal = plain_mask(attn_mask, query, key, is_causal)
+    out: Tensor = _SDPA(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     return out
 
 
@@ -193,7 +199,7 @@ def linear_float32(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     Differentiable any number of times. In an autocast region it stays in float32, and half operands are widened. Where weight or
     bias is mapped by vmap, under other torch.func transforms and under forward-mode AD it is PyTorch's linear, on CUDA in float64.
     """
-    out: Tensor | None = attempt_linear(input, weight, bias)
+    out: Tensor | None = None if is_compiling() else attempt_linear((input, weight, bias))
     if out is None:
         if overridden(input, weight, bias):
             out = handle_torch_function(linear_float32, (input, weight, bias), input, weight, bias)

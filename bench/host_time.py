@@ -168,7 +168,8 @@ def measure(row: Row, turns: int) -> dict[str, Any]:
     times: dict[str, list[float]] = {who: [] for who in row.calls}
     with row.mode():
         for turn in range(WARM_UP + min(turns, row.most or turns)):
-            for who, call in row.calls.items():
+            first = turn % len(row.calls)  # in turn, as who follows whom counts
+            for who, call in [*row.calls.items()][first:] + [*row.calls.items()][:first]:
                 taken = _microseconds(call, row.batch)
                 if turn >= WARM_UP:
                     times[who].append(taken)

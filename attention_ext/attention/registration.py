@@ -18,7 +18,7 @@ from .bias import plain_mask, plain_result
 from .call import AttentionCall, any_needs_grad
 from .checks import check_attention, check_backward, check_forward
 from .layout import empty_grads, empty_results
-from .recall import attempt
+from .recall import all_arguments, attempt
 
 __all__ = ["register"]
 
@@ -164,6 +164,6 @@ def register(library: torch.library.Library) -> None:
         library.impl(name, _autocast(operator, "cpu"), "AutocastCPU")
         library.impl(name, _autocast(operator, "cuda"), "AutocastCUDA")
         torch.library.register_vmap(f"attention_ext::{name}", _vmap(operator), lib=library)
-    attempt_first(torch.ops.attention_ext.sdpa, attempt)
+    attempt_first(torch.ops.attention_ext.sdpa, all_arguments, attempt)
     register_operator(library, "sdpa_forward", _forward_cpu, _forward_autograd, _forward_fake, _log_forward)
     register_operator(library, "sdpa_backward", _backward_cpu, _backward_autograd, _backward_fake, log_backward)

@@ -1,6 +1,7 @@
 """Runs a call on the route that router.py has found, and knows the shortest way to run the next call like it."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from . import torch_cuda
 from .autograd import attend, record_again
 from .call import AttentionCall
 from .choice import BACK_ENDS
-from .layout import empty_results, in_order_of
+from .layout import empty_results, heads_inside_rows, in_order_of
 from .recall import Arguments, Run
 
 __all__ = ["execute", "shortest"]
@@ -59,21 +60,26 @@ def shortest(target: str, call: AttentionCall) -> Run:
     """What runs the next call of the same facts (recall.py) as this one, which is checked and has its route."""
     strides, scores = empty_results(call, device="meta")[0].stride(), call.scores
 
+    def by_rows(out: Tensor) -> Tensor:
+        return out if out.stride() == strides else out.transpose(-3, -2).contiguous().transpose(-3, -2)
+
+    in_order: Callable[[Tensor], Tensor] = by_rows if heads_inside_rows(call.query) else Tensor.contiguous
+
     def anyhow(arguments: Arguments) -> Tensor:
         return execute(target, AttentionCall(*arguments[:4], None, *arguments[4:], scores=scores))
 
     def by_kernel(arguments: Arguments) -> Tensor:
-        out: Tensor = _OUT.on_cuda(*arguments[:4], *arguments[5:])
+        query, key, value, mask, _, causal, scale, grouped = arguments
+        out: Tensor = _OUT.on_cuda(query, key, value, mask, causal, scale, grouped)
         return out
 
     def by_torch(arguments: Arguments) -> Tensor:
         *positional, scale, grouped = arguments
-        out: Tensor = torch_sdpa(*positional, scale=scale, enable_gqa=grouped)
-        return out if out.stride() == strides else in_order_of(arguments[0], out)
+        return in_order(torch_sdpa(*positional, scale=scale, enable_gqa=grouped))
 
     def by_torch_with_defaults(arguments: Arguments) -> Tensor:
-        out: Tensor = torch_sdpa(*arguments[:3])  # it takes a while to read five more arguments
-        return out if out.stride() == strides else in_order_of(arguments[0], out)
+        query, key, value = arguments[:3]  # it takes a while to read five more arguments
+        return in_order(torch_sdpa(query, key, value))
 
     if target == "kernel" and call.query.is_cuda and call.needs_grad():
         again = record_again(call)

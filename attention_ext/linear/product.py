@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from .._dispatch import Kernel, redispatch, register_operator
 from .._log import log_call, log_wanted
@@ -24,6 +23,7 @@ __all__ = ["attempt", "exactly", "log_composed", "log_kernel", "product", "regis
 _OPERATOR = torch.ops.attention_ext.linear_float32.default
 _KERNEL, _PLAN = Kernel(_OPERATOR), Kernel(torch.ops.attention_ext.linear_plan.default)
 _KNOWN = Known()
+_Arguments = tuple[Tensor, Tensor, Tensor | None]
 
 
 def rounds(tensor: Tensor) -> bool:
@@ -80,10 +80,14 @@ def recall(input: Tensor, weight: Tensor, bias: Tensor | None) -> Callable[..., 
     return run
 
 
-def attempt(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
-    """The result past the dispatcher's keys, if a call like this one is known."""
-    run = None if is_compiling() or function_modes() else recall(input, weight, bias)
-    return None if run is None else run(input, weight, bias)
+def _all_arguments(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> _Arguments:
+    return input, weight, bias
+
+
+def attempt(arguments: _Arguments) -> Tensor | None:
+    """The result past the dispatcher's keys, if a call like this one is known. Not for code that Dynamo follows."""
+    run = None if function_modes() else recall(*arguments)
+    return None if run is None else run(*arguments)
 
 
 def _cpu(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -177,7 +181,7 @@ def _vmap(info: Any, in_dims: Any, input: Tensor, weight: Tensor, bias: Tensor |
 def register(library: torch.library.Library) -> None:
     """Registers everything about linear_float32 that is not a CUDA kernel."""
     register_operator(library, "linear_float32", _cpu, _autograd, _fake, partial(log_kernel, "linear_float32"))
-    attempt_first(torch.ops.attention_ext.linear_float32, attempt)
+    attempt_first(torch.ops.attention_ext.linear_float32, _all_arguments, attempt)
     library.impl("linear_float32", _autocast("cpu"), "AutocastCPU")
     library.impl("linear_float32", _autocast("cuda"), "AutocastCUDA")
     torch.library.register_vmap("attention_ext::linear_float32", _vmap, lib=library)

@@ -78,9 +78,16 @@ def recall(*args: Any) -> Callable[..., _Four] | None:
     return run
 
 
-def attempt(*args: Any) -> _Four | None:
-    """The result past the dispatcher's keys, if a call like this one is known."""
-    run = None if len(args) < 10 or is_compiling() or function_modes() else recall(*args)
+def _all_arguments(
+    input: Tensor, weight: Tensor, bias: Tensor | None, bn_weight: Tensor | None, bn_bias: Tensor | None,
+    running_mean: Tensor | None, running_var: Tensor | None, scale: Tensor, training: bool, eps: float,
+) -> tuple[Any, ...]:  # fmt: skip
+    return input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, eps
+
+
+def attempt(args: tuple[Any, ...]) -> _Four | None:
+    """The result past the dispatcher's keys, if a call like this one is known. Not for code that Dynamo follows."""
+    run = None if function_modes() else recall(*args)
     return None if run is None else run(*args)
 
 
@@ -248,7 +255,7 @@ def call_and_update(
     scale = as_scale(scale, input.dtype, input.device)
     args = input, weight, bias, bn_weight, bn_bias, running_mean, running_var, scale, training, constant(eps)
     out: Tensor
-    out, mean, var, _ = attempt(*args) or _OPERATOR(*args)
+    out, mean, var, _ = (None if is_compiling() else attempt(args)) or _OPERATOR(*args)
     factor: float | Tensor = 0.0 if momentum is None else momentum
     if num_batches_tracked is not None:
         num_batches_tracked.add_(1)
@@ -265,7 +272,7 @@ def register(library: torch.library.Library) -> None:
     """Registers everything about linear_batchnorm_softmax that is not a CUDA kernel."""
     name = "linear_batchnorm_softmax"
     register_operator(library, name, _cpu, _autograd, _fake, partial(log_kernel, name))
-    attempt_first(torch.ops.attention_ext.linear_batchnorm_softmax, attempt)
+    attempt_first(torch.ops.attention_ext.linear_batchnorm_softmax, _all_arguments, attempt)
     library.impl(name, _autocast("cpu"), "AutocastCPU")
     library.impl(name, _autocast("cuda"), "AutocastCUDA")
     library.impl(name, _batched, "FuncTorchBatched")

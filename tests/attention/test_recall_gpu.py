@@ -12,7 +12,10 @@ from helpers import qkv, sdpa
 from known_calls import forget, shifted
 from launches import launches
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 import attention_ext
 from attention_ext.attention import recall
@@ -130,3 +133,56 @@ def test_dropout_by_name(grad: bool) -> None:
         outs.append(attention_ext.sdpa(q, k, v, dropout_p=0.3))
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[1], outs[2])
     assert recall.recall((q, k, v, None, 0.3, False, None, False)) is not None
+
+
+class Through(TorchFunctionMode):
+    """Calls inside take the whole way through the dispatcher."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("E", [64, 512])
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+def test_overloads(mode: Callable[[], AbstractContextManager[Any]], E: int) -> None:
+    """Calls past the dispatcher have the bits of those through it, for other sizes and strides too."""
+    q, k, v = qkv((2,), (4,), L=70, E=E, dtype=torch.bfloat16, device="cuda")
+    mask, lengths = torch.rand(70, 70, device="cuda") < 0.8, torch.tensor([70, 33], dtype=torch.int32, device="cuda")
+    forward, backward = torch.ops.attention_ext.sdpa_forward.default, torch.ops.attention_ext.sdpa_backward.default
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((q, k, v, None, None, 0.0, False), {}),
+        ((q, k, v, mask, None, 0.0, False), {"scale": 0.3}),
+        ((q, q, q, None, None, 0.0, True), {}),
+        ((q[:, :, :33], k, v, None, None, 0.0, False), {"key_lengths": lengths}),
+        ((q.mT.contiguous().mT, k, v, None, None, 0.0, False), {}),
+    ]
+    for args, options in calls * 2:
+        with mode():
+            out, lse = forward(*args, **options)
+            grads = backward(torch.ones_like(out), None, *args[:4], out, lse, *args[4:], **options)
+            with Through():
+                want_out, want_lse = forward(*args, **options)
+                want = backward(torch.ones_like(out), None, *args[:4], out, lse, *args[4:], **options)
+        assert torch.equal(out, want_out) and torch.equal(lse, want_lse)
+        assert all(torch.equal(a, b) for a, b in zip(grads, want, strict=True))
+
+
+def test_overloads_are_seen_and_recorded() -> None:
+    q, k, v = qkv(L=64, E=64, dtype=torch.bfloat16, device="cuda")
+
+    def call(query: Tensor) -> Tensor:
+        out: Tensor = torch.ops.attention_ext.sdpa_forward.default(query, k, v, None, None, 0.0, False)[0]
+        return out
+
+    leaf = q.clone().requires_grad_()
+    for _ in range(2):
+        want = call(q)
+        with torch.no_grad():
+            assert not call(leaf).requires_grad
+        assert call(leaf).requires_grad
+        for early in (False, True):
+            assert "attention_ext.sdpa_forward.default" in str(make_fx(call, pre_dispatch=early)(q).graph)
+        assert "attention_ext::sdpa_forward" in str(torch.jit.trace(call, (q,), check_trace=False).graph)
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            call(forward_ad.make_dual(q, torch.ones_like(q)))
+        assert torch.equal(call(q), want)

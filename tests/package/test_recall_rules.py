@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -11,7 +12,9 @@ import pytest
 import torch
 from helpers import normal, qkv, sdpa
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import attention_ext
 from attention_ext import _recall
@@ -53,6 +56,45 @@ def test_guard_of_one_tensor_in_two_places() -> None:
     tensor = normal(3, 4)
     check = alike(tensor, tensor)
     assert check(tensor, tensor) and check(tensor, tensor.clone()) and not check(tensor, tensor.double())
+
+
+def test_guard_of_any_size() -> None:
+    tensor = normal(3, 4)
+    check = alike(tensor, normal(2), any_size=True)
+    assert check(normal(5, 6).mT, normal(7)) and check(tensor[:0], normal(1))
+    for name in ("dtype", "meta", "class", "requires_grad", "negated when read", "sparse", "functional"):
+        assert not check(APART[name](tensor), normal(2)), name
+    assert not check(tensor[0], normal(2)) and not check(tensor, None) and not check(tensor, 0.0)
+    with torch.inference_mode():
+        assert not check(tensor, normal(2))
+
+
+def test_nothing_is_known_to_those_who_trace() -> None:
+    """The guard does not see the modes that PyTorch's tracing is made of."""
+    known, tensor = _recall.Known(), normal(3, 4)
+    _recall.Sample(known, lambda: "outline", tensor).keep(lambda: "run")
+    seen: list[object] = []
+
+    def look(t: Tensor) -> Tensor:
+        seen.append(known.find("outline", tensor))
+        sample = _recall.Sample(known, lambda: "outline", tensor)
+        seen.append(sample.counts or None)
+        return t + 1
+
+    for early in (False, True):
+        make_fx(look, pre_dispatch=early)(tensor)
+    torch.jit.trace(look, (tensor,), check_trace=False)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        look(torch.ones(2))
+    assert seen == [None] * 8 and known.find("outline", tensor) == "run"
+
+
+@pytest.mark.parametrize("name", ["sdpa_forward", "sdpa_backward", "linear_float32", "linear_batchnorm_softmax"])
+def test_overloads_stay_what_they_are(name: str) -> None:
+    """Inductor asks for the class of what it calls, and keeps things by it."""
+    overload = getattr(torch.ops.attention_ext, name).default
+    assert type(overload) is torch._ops.OpOverload and copy.deepcopy(overload) is overload
+    assert hash(overload) == hash(getattr(torch.ops.attention_ext, name).default) and overload.name() == f"attention_ext::{name}"
 
 
 def test_guard_sees_the_thread() -> None:
