@@ -10,8 +10,8 @@ from typing import Any
 
 LINEAR = ("lin84 train", "lin84 eval", "lin84 product")  # cases and parts of bench/linear_cases.py, which imports torch
 BASELINES = ("default", "math", "three calls")  # of tests/support/helpers.py, torch_own
-PARTS = ("variants", "kernelbench", "everyday", "host_time")  # scripts of bench/ that print a JSON object with this key
-ALONE = PARTS[2:]  # the host's time counts in these
+PARTS = ("kernelbench", "variants", "everyday", "host_time")  # scripts of bench/ that print a JSON object with this key
+ALONE = PARTS[1:]  # the host's time counts in these
 TWO_CARDS = "test_two_devices"  # begins the names of the modules that need two cards
 # Where a row ends within 16 bytes, cp.async reads what there is of them and fills up with zeros. initcheck takes all 16 for read,
 # and what lies between the rows of a workspace is never written. The tests fill it with NaN, which would show.
